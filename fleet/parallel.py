@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from fleet._exit_status import EXIT
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
 from fleet.launch.plan.ports import free_ports
@@ -216,6 +217,9 @@ def _run_worker(
     atexit._clear()  # those of a parent that forked
     try:
         func(*args)
+    except BaseException as error:
+        EXIT.note(error)
+        raise
     finally:
         atexit._run_exitfuncs()
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fleet._exit_status import EXIT
 from fleet._log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.trackers.tracker import Tracker, has_failed
+from fleet.trackers.tracker import Tracker
 
 __all__ = ["KubeflowTracker"]
 
@@ -116,7 +117,7 @@ class KubeflowTracker(Tracker):
         step = self._steps() or self._logged_step
         status: dict[str, Any] = {"lastUpdatedTime": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
         if self._total_steps:
-            is_done = is_over and step >= self._total_steps and not has_failed()
+            is_done = is_over and step >= self._total_steps and not EXIT.code
             status["progressPercentage"] = 100 if is_done else min(99, 100 * step // self._total_steps)
             left_s = 0.0 if is_done else self._remaining_s(step)
             if left_s is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import mlflow
 
+from fleet._exit_status import EXIT
 from fleet.errors import ConfigError
-from fleet.trackers.tracker import RunInfo, Tracker, has_failed
+from fleet.trackers.tracker import RunInfo, Tracker
 
 __all__ = ["MlflowTracker"]
 
@@ -48,4 +49,4 @@ class MlflowTracker(Tracker):
 
     def close(self) -> None:
         """Ends the run."""
-        self._client.set_terminated(self._run_id, "FAILED" if has_failed() else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if EXIT.code else "FINISHED")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet._exit_status import EXIT
 from fleet._log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError
@@ -131,6 +132,7 @@ class RunLog:
             for name, tracker in list(self._trackers.items()):
                 self._guarded(name, tracker.close)
             atexit.unregister(self.close)
+            EXIT.unwatch()
         self._trackers = {}
         self._means.close()
 
@@ -162,6 +164,7 @@ class RunLog:
         if not self._trackers or not own:
             return
         self._start(step)
+        EXIT.goes_on()
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, tracker.log, own if tracker.every_rank else means, step)
 
@@ -183,6 +186,7 @@ class RunLog:
         )
         if session.global_rank == 0 and self.is_recorded:
             run = self._recorded(run, step, began, environment)
+        EXIT.watch()
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, tracker.start, run)
         atexit.register(self.close)  # before what their packages have registered now, which would close them first

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["RunInfo", "Tracker", "has_failed"]
+__all__ = ["RunInfo", "Tracker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,3 @@ class Tracker:
 
     def close(self) -> None:
         """Writes what waits, and closes the destination."""
-
-
-def has_failed() -> bool:
-    """Returns whether an error that nobody caught ends this process."""
-    return getattr(sys, "last_value", None) is not None

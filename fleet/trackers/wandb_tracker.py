@@ -7,7 +7,8 @@ from typing import Any
 
 import wandb
 
-from fleet.trackers.tracker import RunInfo, Tracker, has_failed
+from fleet._exit_status import EXIT
+from fleet.trackers.tracker import RunInfo, Tracker
 
 __all__ = ["WandbTracker"]
 
@@ -34,4 +35,4 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         """Ends the run."""
-        self._run.finish(exit_code=int(has_failed()))
+        self._run.finish(exit_code=EXIT.code)

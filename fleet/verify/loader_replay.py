@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from fleet.verify.generator_states import generator_states, kept_states, set_states
 from fleet.verify.record_files import RecordFile, load_tensors, pack, read_record, save_tensors, unpack
 from fleet.verify.tensor_digest import content
 
@@ -65,8 +65,13 @@ class ReplayedBatches:
         self.record.write("round", key=key, round=self._rounds[key], epoch=getattr(sampler, "epoch", None))
         return key, self._rounds[key]
 
-    def gave(self, key: str, number: tuple[int, int], batch: Any, indices: Any, samples: Any) -> None:
-        """Keeps a batch until it is known whether a model is trained with it."""
+    def gave(
+        self, key: str, number: tuple[int, int], batch: Any, indices: Any, samples: Any, states: Any = None
+    ) -> None:
+        """Keeps a batch until it is known whether a model is trained with it.
+
+        ``states`` are those of the generators when it was asked for.
+        """
         tensors: list[Tensor] = []
         try:
             packed = pack(batch, tensors)
@@ -75,6 +80,8 @@ class ReplayedBatches:
             return
         facts = {"key": key, "round": number[0], "n": number[1], "packed": packed, "indices": indices}
         facts["samples"] = samples
+        if states is not None:
+            facts["states"] = states
         self._pending[key] = (facts, [tensor.detach().clone() for tensor in tensors])
 
     def trained(self) -> None:
@@ -115,16 +122,26 @@ class ReplayedBatches:
         """Notes whether the data set gives this process what it gave the workers for the same samples."""
         equal = False
         if all(part["indices"] is not None for part in parts) and not isinstance(loader.dataset, IterableDataset):
-            states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
             self.entered(True)  # what the data set draws here is no draw of the training loop
-            try:
-                equal = all(_rows_from(loader, part["indices"]) == part["rows"] for part in parts)
-            except Exception:
-                equal = False
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
+            with kept_states() as states, suppress(Exception):
+                equal = _gives_the_same(loader, parts, states)
         self.record.write("data", key=key, equal=equal)
+
+
+def _gives_the_same(loader: Any, parts: Sequence[dict[str, Any]], states: dict[str, Any]) -> bool:
+    """Returns whether the data set gives what it gave the workers, if need be with the generators as they were.
+
+    That these are seeded is known where worker 0 had the states that this process has.
+    """
+    if all(_rows_from(loader, part["indices"]) == part["rows"] for part in parts):
+        return True
+    if parts[0].get("states") != states:
+        return False
+    for part in parts:
+        set_states(part["states"])
+        if _rows_from(loader, part["indices"]) != part["rows"]:
+            return False
+    return True
 
 
 def _rows_from(loader: Any, indices: Sequence[int]) -> list[str]:
@@ -158,9 +175,8 @@ def _table_of(sources: Sequence[Path]) -> list[dict[tuple[str, int], list[dict[s
     tables: list[dict[tuple[str, int], list[dict[str, Any]]]] = []
     for source in sources:
         table: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        for one in read_record(source):
-            if one["kind"] == "batch":
-                table.setdefault((one["key"], one["round"]), []).append(one)
+        for one in read_record(source, "batch"):
+            table.setdefault((one["key"], one["round"]), []).append(one)
         tables.append(table)
     return tables
 
@@ -168,8 +184,8 @@ def _table_of(sources: Sequence[Path]) -> list[dict[tuple[str, int], list[dict[s
 def _lengths_of(sources: Sequence[Path]) -> dict[str, int]:
     found: dict[str, int] = {}
     for source in sources[:1]:
-        for one in read_record(source):
-            if one["kind"] == "loader" and one["length"] is not None:
+        for one in read_record(source, "loader"):
+            if one["length"] is not None:
                 found[one["key"]] = one["length"]
     return found
 
@@ -250,7 +266,8 @@ class _Loop:
         asked = self._inner.__dict__.get("_fleet_asked", [])
         indices = _numbers(asked[self._n]) if self._n < len(asked) else None
         samples = None if indices is None else [_sample(self._data, i) for i in indices]
-        self._batches.gave(self._key, (self._round, self._n), batch, indices, samples)
+        states = self._inner.__dict__.get("_fleet_states") if (self._round, self._n) == (1, 0) else None
+        self._batches.gave(self._key, (self._round, self._n), batch, indices, samples, states)
         self._n += 1
         return batch
 
@@ -297,7 +314,10 @@ def install_batches(batches: ReplayedBatches) -> None:
 
     def asked(self: Any) -> Any:
         index = ask(self)
-        self.__dict__.setdefault("_fleet_asked", []).append(index)
+        known = self.__dict__.setdefault("_fleet_asked", [])
+        if not known:
+            self.__dict__["_fleet_states"] = generator_states()
+        known.append(index)
         return index
 
     def cleared(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fleet.verify.paired_runs import Run
+from fleet.verify.record_files import read_record
 from fleet.verify.report import Finding
 
-__all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors"]
+__all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors", "until_lost"]
 
 _ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
 _GROWN = 4.0  # times what a rounding error grew to in a trial; errors come again in each update
@@ -110,14 +112,29 @@ def compare_numbers(
 
 
 def grown_errors(one: Run, tried: Run) -> dict[int, float]:
-    """Returns how far apart two runs of one process are at each update, relative, or were at an earlier one."""
+    """Returns how far apart two runs of one process are at each update, relative, or were at an earlier one.
+
+    Updates that ``tried`` no longer made, because all was lost, count as lost.
+    """
     rows = compare_numbers(tried, one, [0], _Unlimited(0.0, ""), parts=False, only_first=False).rows
     found, largest = {}, 0.0
     for row in rows:
         values = [row[name] for name in ("outputs", "gradients", "parameters") if row[name] is not None]
         largest = max([largest, *(value if value == value else float("inf") for value in values)])
         found[row["step"]] = largest
+    for update in one.updates(0) if largest > _LOST else ():
+        found.setdefault(update["n"], largest)
     return found
+
+
+def until_lost(other: Path) -> Callable[[dict[str, Any]], bool]:
+    """Returns whether an update is so far from the same one of a run whose record is in ``other`` that all is lost."""
+    one = Run(folder=other, records=[read_record(other, "update")])
+
+    def is_lost(update: dict[str, Any]) -> bool:
+        return any(apart > _LOST for apart in grown_errors(one, Run(folder=other, records=[[update]])).values())
+
+    return is_lost
 
 
 def _one_cause(found: Sequence[Finding]) -> list[Finding]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.env import Environment
+from fleet.verify.changed_files import put_back
 from fleet.verify.record_files import read_record
 
 __all__ = ["VerifyRequest", "Run", "start_run"]
@@ -44,7 +45,8 @@ class Run:
     """One run: the documents of each rank, and how it ended.
 
     ``stuck`` is True where all processes waited for each other; ``late`` where the time was over. ``stacks`` has the
-    innermost frames of each rank that had not ended by then, as file:line.
+    innermost frames of each rank that had not ended by then, as file:line. ``left`` names the files that the run
+    changed and that could not be put back.
     """
 
     folder: Path
@@ -55,6 +57,7 @@ class Run:
     late: bool = False
     stacks: dict[int, list[str]] = field(default_factory=dict)
     codes: list[int | None] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def of_kind(self, rank: int, kind: str) -> list[dict[str, Any]]:
@@ -85,11 +88,13 @@ def start_run(
     rates: dict[str, list[float]] | None = None,
     synced: bool = False,
     noise: float = 0.0,
+    beside: Run | None = None,
 ) -> Run:
     """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late.
 
     ``sources`` are the folders of the workers' records that one process replays, ``rates`` the learning rates that it
-    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative.
+    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative; it
+    ends where that has led it far away from the run ``beside``.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True)
@@ -101,12 +106,14 @@ def start_run(
     for rank in range(workers):
         plan = _plan(request, folder, rank, sources)
         plan |= {"rates": rates or {}, "synced": synced, "noise": noise}
+        plan["beside"] = str(beside.folder / "rank0") if beside is not None else ""
         processes.append(_start(plan, folder, rank, workers, port, place))
     try:
         _watch(run, processes, request.timeout_s)
     finally:
         (folder / "go").touch()
         _end(processes)
+        run.left = put_back(folder)
     run.codes = [process.returncode for process in processes]
     run.records = [read_record(folder / f"rank{rank}") for rank in range(workers)]
     run.seconds = time.perf_counter() - began
@@ -230,7 +237,7 @@ def _watch(run: Run, processes: list[subprocess.Popen[bytes]], timeout_s: float)
 def _has_failed(run: Run, over: Sequence[bool]) -> bool:
     for rank, finished in enumerate(over):
         if finished:
-            end = [one for one in read_record(run.folder / f"rank{rank}") if one["kind"] == "end"]
+            end = read_record(run.folder / f"rank{rank}", "end")
             if not end or end[-1]["how"] == "failed":
                 return True
     return False

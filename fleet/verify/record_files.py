@@ -32,14 +32,16 @@ class RecordFile:
         self._file.close()
 
 
-def read_record(folder: Path) -> list[dict[str, Any]]:
-    """Returns the documents in ``folder``; a last line that was cut off is left out."""
+def read_record(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Returns the documents in ``folder``, or those of some kinds; a last line that was cut off is left out."""
     path = folder / "events.jsonl"
-    return list(_documents(path)) if path.exists() else []
+    return list(_documents(path, tuple(f'{{"kind": "{kind}"' for kind in kinds))) if path.exists() else []
 
 
-def _documents(path: Path) -> Iterator[dict[str, Any]]:
+def _documents(path: Path, starts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
+        if starts and not line.startswith(starts):
+            continue
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

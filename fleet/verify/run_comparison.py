@@ -16,7 +16,7 @@ from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, VerifyRequest, start_run
 from fleet.verify.report import Finding, Outcome, Report
-from fleet.verify.waiting_findings import uneven_steps, waiting_findings
+from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
 
 __all__ = ["compare_runs"]
@@ -31,7 +31,7 @@ _HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
 
-_RunAlone = Callable[[str, float], Run]  # name of the run, noise in its gradients
+_RunAlone = Callable[[str, float, Run | None], Run]  # name of the run, noise in its gradients, what it is compared with
 
 
 class _NotComparable(Exception):
@@ -101,13 +101,15 @@ class _Judge:
         self.options = _described(many.options, self.tolerance)
         sources = [many.folder / f"rank{rank}" for rank in ranks]
 
-        def run_alone(name: str, noise: float) -> Run:
-            folder, synced = self.folder / name, _synced(many, job)
-            made = start_run(self.request, folder, 1, sources=sources, rates=_rates(many), synced=synced, noise=noise)
+        def run_alone(name: str, noise: float = 0.0, beside: Run | None = None) -> Run:
+            made = start_run(
+                self.request, self.folder / name, 1, sources=sources, rates=_rates(many), synced=_synced(many, job),
+                noise=noise, beside=beside,
+            )  # fmt: skip
             self._note_run(name, made)
             return made
 
-        one = run_alone("one_process", 0.0)
+        one = run_alone("one_process")
         self._need_one(one)
         self._compare(many, one, ranks, job, run_alone)
 
@@ -171,6 +173,7 @@ class _Judge:
 
     def _note_run(self, name: str, run: Run) -> None:
         self.timings[f"{name}_s"], self.timings[f"{name}_training_s"] = run.seconds, run.training_s
+        self.notes += run.left
 
     def _late(self, run: Run) -> str:
         places = "; ".join(f"worker {rank} at {frames[0]}" for rank, frames in run.stacks.items() if frames)
@@ -180,7 +183,9 @@ class _Judge:
     def _need_end(self, many: Run) -> None:
         failed = [rank for rank in range(len(many.records)) if many.end(rank)["how"] not in ("stopped", "ended")]
         if failed:  # a worker that lost another one has nothing of its own to say
-            rank = next((rank for rank in failed if not lost_a_peer(many.end(rank)["error"])), failed[0])
+            first = [rank for rank in failed if failed_by_itself(many.end(rank))]
+            first += [rank for rank in failed if not lost_a_peer(many.end(rank)["error"])]
+            rank = (first or failed)[0]
             raise _NotComparable(
                 f"The script does not run on {len(many.records)} workers: worker {rank}: {_error(many, rank)}"
             )
@@ -206,7 +211,7 @@ class _Judge:
         noise = self.tolerance.noise
         if rows[0]["gradients"] is not None and rows[0]["gradients"] < _MOST_NOISE:
             noise = max(noise, 2 * rows[0]["gradients"])  # the order of sums in the first gradients, as it was seen
-        grown = grown_errors(one, run_alone("rounding", noise))
+        grown = grown_errors(one, run_alone("rounding", noise, one))
         self.tolerance = dataclasses.replace(self.tolerance, grown=grown)
         lost = next((step for step in grown if self.tolerance.is_lost(step)), None)
         if lost is None:

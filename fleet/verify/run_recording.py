@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace as tracing
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from fleet.verify.tensor_digest import content, rows_digest, whole_digest
 __all__ = ["Recording", "StopTraining"]
 
 _MOST_CALLS = 2000  # of modules, written down for one update
+_INPUTS_OF = 2  # updates; they say whether both runs had the same data, and each is the output of something else
 _MODEL_AXES = ("mp", "pp", "sep", "cp", "ep")
 
 
@@ -48,6 +50,7 @@ class Recording:
         self.record, self.batches, self.draws, self.steps, self.rates = record, batches, draws, steps, rates
         self.initial: Path | None = None
         self.noise = 0.0  # relative change of each gradient before an update
+        self.is_enough: Callable[[dict[str, Any]], bool] = lambda update: False  # whether nothing after it is asked
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
@@ -68,6 +71,7 @@ class Recording:
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Notes that ``module`` is called."""
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._inside_step
+        counts = counts and not tracing._is_fx_tracing_flag  # torch.fx looks at a model, and trains nothing
         if counts and not any(noted for _, noted in self._stack):
             counts = self._enter_root(module)
         elif not torch.is_grad_enabled() and not self._stack and not self._inside_step:
@@ -150,7 +154,9 @@ class Recording:
             self.training(module)
         calls = self.current["forward"]
         if len(calls) < _MOST_CALLS:
-            ins = [rows_digest(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            ins = []
+            if self.draws.window < _INPUTS_OF:
+                ins = [rows_digest(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             outs = [rows_digest(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             calls.append({"module": name, "type": type(module).__name__, "ins": ins, "outs": outs})
 
@@ -192,6 +198,17 @@ class Recording:
                 self.current["backwards"] += 1
                 self.current["back"] = self._gradients()
             return result
+
+        return run
+
+    def around_losses(self, losses: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a pipeline's losses, which are then the ones that count: its last stage alone computes them."""
+
+        def run(step: Any) -> Any:
+            found = losses(step)
+            if step.trains:
+                self.current["losses"].append(float(found[step.loss_index][0]))
+            return found
 
         return run
 
@@ -266,12 +283,14 @@ class Recording:
             "masks": self.draws.masks,
             "generator": content(torch.get_rng_state()),
         }
-        for one in pending:
-            self.record.write("update", **one, **self.current, **shared)
+        written = [{**one, **self.current, **shared} for one in pending]
+        for one in written:
+            self.record.write("update", **one)
         self.current = _empty()
         self.draws.next_window()
         counts = self._updates.values()
-        if min(counts) >= self.steps or max(counts) >= 2 * self.steps:
+        over = [self.is_enough({"kind": "update", **one}) for one in written]
+        if min(counts) >= self.steps or max(counts) >= 2 * self.steps or any(over):
             raise StopTraining
 
     def _parameters(self) -> dict[str, Any]:

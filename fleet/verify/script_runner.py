@@ -37,9 +37,13 @@ from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.update_rule import RuleWrapper
+from fleet.strategies.pipeline import micro_batches
+from fleet.strategies.pipeline.step import PipelineStep
 from fleet.trackers.run_log import RunLog
+from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
 from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
+from fleet.verify.number_findings import until_lost
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
 
@@ -80,7 +84,10 @@ def main(argv: list[str]) -> int:
     recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
     recording.initial = Path(plan["initial"]) if plan["initial"] else None
     recording.noise = plan["noise"]
+    if plan["beside"]:
+        recording.is_enough = until_lost(Path(plan["beside"]))
     _install(recording, draws, batches, plan, alone=bool(sources))
+    ChangedFiles(record.folder.parent, lambda: draws.window > 0, lambda text: record.write("note", text=text)).watch()
     started = time.perf_counter()
     how, error = _run_script(plan)
     record.write(
@@ -142,6 +149,7 @@ def _install(
     register_module_forward_hook(recording.after_forward, always_call=True)
     register_optimizer_step_pre_hook(recording.before_update)
     register_optimizer_step_post_hook(recording.after_update)
+    PipelineStep.losses = recording.around_losses(PipelineStep.losses)  # type: ignore[method-assign]
     FleetOptimizer.step = recording.around_step(FleetOptimizer.step)  # type: ignore[method-assign]
     RuleWrapper.step = _rule_step(recording, RuleWrapper.step)  # type: ignore[method-assign]
     _watch_optimizers(recording)
@@ -151,6 +159,8 @@ def _install(
     _choose_options(plan, alone)
     if alone:
         functional.batch_norm = _in_parts(functional.batch_norm, plan, recording)
+        pieces: Any = micro_batches
+        pieces._rows = _by_copy(pieces._rows, plan["replicas"])
 
 
 def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -252,7 +262,7 @@ def _choose_options(plan: dict[str, Any], alone: bool) -> None:
         if plan["strategy"]:
             options = DistributedStrategy.load(plan["strategy"])
         if alone:
-            options = alone_options(options)
+            options = alone_options(options, plan["replicas"])
         session = start(role_maker, is_collective, options)
         values = {name: True for name in _switches(session.options)}
         Path(plan["folder"], "options.json").write_text(json.dumps(values), encoding="utf-8")
@@ -270,15 +280,35 @@ def _switches(options: Any) -> list[str]:
     return [name for name, one in REGISTRY.items() if one.default is False and options[name]]
 
 
-def alone_options(options: Any) -> Any:
-    """Returns the options that one process trains with: those that change what is computed."""
+def alone_options(options: Any, copies: int) -> Any:
+    """Returns the options that one process trains with on the batches of ``copies`` of the model, joined.
+
+    These are the ones that change what is computed. A micro-batch has the rows of all copies.
+    """
     made = copy.deepcopy(options)
     for name in DIVIDING:
         if made[name]:
             setattr(made, name, False)
+    if made["pipeline"]:
+        made.pipeline_configs = {"micro_batch_size": copies * made["pipeline_configs"].micro_batch_size}
     if made.is_set("hybrid_configs"):
         made.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "sep_degree": 1}
     return made
+
+
+def _by_copy(cut: Callable[..., list[Tensor]], copies: int) -> Callable[..., list[Tensor]]:
+    """Returns the cut of a batch into micro-batches, each of which then has the rows of that of every copy."""
+
+    @wraps(cut)
+    def rows(tensor: Tensor, name: str, num_micro: int, size: int) -> list[Tensor]:
+        whole = cut(tensor, name, num_micro, size)
+        if copies < 2 or len(tensor) % copies or size % copies:
+            return whole
+        return [
+            torch.cat(own) for own in zip(*(part.split(size // copies) for part in tensor.chunk(copies)), strict=True)
+        ]
+
+    return rows
 
 
 def _in_parts(original: Callable[..., Tensor], plan: dict[str, Any], recording: Recording) -> Callable[..., Tensor]:

@@ -10,7 +10,6 @@ projected one by one, so that the rows of all workers can be laid beside those o
 from __future__ import annotations
 
 import hashlib
-import math
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ __all__ = ["MOST_ROWS", "content", "rows_digest", "whole_digest"]
 MOST_ROWS = 4096
 _SEED = 20240607
 _CHUNK = 1 << 20
+_BLOCK = 16384
 
 _vectors: dict[str, Tensor] = {}
 
@@ -83,11 +83,15 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _dot(left: Tensor, right: Tensor) -> float:
-    """Returns the inner product, added up in float64 over chunks."""
-    if left.numel() <= 65536:
+    """Returns the inner product; float64 sums that of blocks of float32 where there are many elements."""
+    if left.numel() <= 4 * _BLOCK:
         return float(left.double() @ right.double())
     left, right = left.float(), right.float()
-    return math.fsum(float(a @ b) for a, b in zip(left.split(16384), right.split(16384), strict=True))
+    whole = left.numel() // _BLOCK * _BLOCK
+    shape = (-1, 1, _BLOCK)
+    blocks = torch.bmm(left[:whole].view(shape), right[:whole].view(shape).transpose(1, 2))
+    rest = left[whole:].double() @ right[whole:].double()
+    return float(blocks.double().sum() + rest)
 
 
 @torch.no_grad()
@@ -99,9 +103,10 @@ def rows_digest(tensor: Tensor) -> dict[str, Any] | None:
     plain = _plain(tensor).view(tensor.shape) if not tensor.is_complex() and not tensor.is_sparse else None
     if plain is None or plain.numel() == 0:
         return None
+    flat = plain.reshape(-1)
     found: dict[str, Any] = {
         "shape": list(plain.shape),
-        "s": float(_dot(plain.reshape(-1), plain.reshape(-1))),
+        "s": _dot(flat, flat),
         "dtype": str(tensor.dtype).removeprefix("torch."),
     }
     if plain.ndim == 0:

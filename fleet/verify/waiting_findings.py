@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleet.checks.broken_exchange import lost_a_peer
 from fleet.verify.loader_replay import is_library
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
-__all__ = ["uneven_steps", "waiting_findings"]
+__all__ = ["failed_by_itself", "uneven_steps", "waiting_findings"]
 
 # What Fleet's own checks say, and the cause that it is.
 _SAYS = (
@@ -69,7 +70,15 @@ def _one_sided(many: Run) -> list[Finding]:
 
 
 def _waits(many: Run, rank: int) -> bool:
-    return bool(many.stacks.get(rank)) or many.end(rank)["how"] in ("failed", "killed")
+    end = many.end(rank)
+    return bool(many.stacks.get(rank)) or (end["how"] in ("failed", "killed") and not failed_by_itself(end))
+
+
+def failed_by_itself(end: dict[str, Any]) -> bool:
+    """Returns whether a worker ended with an error that no exchange with the others raises."""
+    error = end["error"]
+    of_exchange = error.startswith(("RendezvousError:", "RuntimeError:", "Dist")) or lost_a_peer(error)
+    return end["how"] == "failed" and not of_exchange
 
 
 def _extra(own: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

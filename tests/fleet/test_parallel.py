@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fleet import parallel
+from fleet._exit_status import EXIT
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError
 from fleet.parallel import ParallelEnv, get_rank, get_world_size, spawn
@@ -85,6 +87,11 @@ def _fail(word: str) -> None:
     raise ValueError(f"{word} on {os.environ['RANK']}")
 
 
+def _fail_noted(folder: str) -> None:
+    atexit.register(lambda: Path(folder, "code").write_text(f"{EXIT.code}", encoding="utf-8"))
+    raise ValueError("why")
+
+
 def _all_reduce(folder: str) -> None:
     import fleet
 
@@ -136,6 +143,12 @@ def test_an_error_of_a_worker_is_raised_here() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spawn(**{"func": _fail, **arguments})
+
+
+def test_exit_functions_know_that_the_function_failed(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="why"):
+        spawn(_fail_noted, (str(tmp_path),), nprocs=1, **QUICK)
+    assert (tmp_path / "code").read_text(encoding="utf-8") == "1"
 
 
 def test_unknown_options_name_the_nearest() -> None:

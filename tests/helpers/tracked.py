@@ -22,8 +22,10 @@ strategy.tracker_configs = {"folder": sys.argv[2] + "/runs"}
 fleet.init(is_collective=True, strategy=strategy)
 for step in range(1, 6):
     fleet.log({"loss": step / 2}, step=step)
-if sys.argv[3] != "well":
+if sys.argv[3] == "with an error":
     raise SystemError("the job fails")
+if sys.argv[3].startswith("with status "):
+    sys.exit(int(sys.argv[3].split()[-1]))
 """
 
 
@@ -33,14 +35,15 @@ def read_back(tracker: str, folder: Path, ends: str, environment: Mapping[str, s
     Args:
         tracker: its name.
         folder: for everything that it writes.
-        ends: "well", or anything else for a job that fails in the end.
+        ends: how the job ends: "well", "with an error", or "with status 3".
         environment: variables of the job and of the reader.
         read: code that gets ``folder`` as its argument; its last line is the JSON.
     """
     variables = {**os.environ, **environment, "HOME": str(folder)}
     train = [sys.executable, "-c", _TRAIN, tracker, str(folder), ends]
     job = subprocess.run(train, env=variables, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert (job.returncode == 0) == (ends == "well"), job.stderr
+    expected = int(ends.removeprefix("with status ")) if "status" in ends else int(ends != "well")
+    assert job.returncode == expected, job.stderr
     assert "Training goes on" not in job.stderr, job.stderr
     done = subprocess.run(
         [sys.executable, "-c", read, str(folder)],

@@ -19,7 +19,10 @@ print(json.dumps([history, run.info.status, run.data.params["world_size"]]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "status"), [("well", "FINISHED"), ("with an error", "FAILED")])
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [("well", "FINISHED"), ("with an error", "FAILED"), ("with status 3", "FAILED"), ("with status 0", "FINISHED")],
+)
 def test_a_run(tmp_path: Path, ends: str, status: str) -> None:
     environment = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
     found = read_back("mlflow", tmp_path, ends, environment, _READ)

@@ -41,7 +41,7 @@ print(json.dumps([rows, code]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "code"), [("well", 0), ("with an error", 1)])
+@pytest.mark.parametrize(("ends", "code"), [("well", 0), ("with an error", 1), ("with status 3", 3)])
 def test_an_offline_run(tmp_path: Path, ends: str, code: int) -> None:
     found = read_back("wandb", tmp_path, ends, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}, _READ)
     assert found == [[[step, step / 2] for step in range(1, 6)], code]

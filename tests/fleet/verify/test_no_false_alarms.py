@@ -18,7 +18,7 @@ from tests.strategies.test_training_contract import examples, fitted, pairs
 FOLDER = Path("tests/fleet/verify")
 CLEAN = sorted(path.relative_to(ROOT) for path in (ROOT / FOLDER / "clean").glob("*.py"))
 # These are `slow`; the others are `long`.
-SAMPLE = {"sync_batch_norm", "dropout", "sharded", "rounding_grows"}
+SAMPLE = {"sync_batch_norm", "dropout", "sharded", "rounding_grows", "split_pipeline"}
 PAIR_SAMPLE = {"amp+gradient_merge", "lamb+tensor_parallel"}
 
 _TINY_IMAGES = ("--image-size", "7", "--width", "4", "--epochs", "2", "--max-batches", "3", "--batch-size", "8")

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors, whole
+from fleet.verify.number_findings import Tolerance, compare_numbers, grown_errors, until_lost, whole
 from fleet.verify.paired_runs import Run
+from fleet.verify.record_files import RecordFile
 from fleet.verify.tensor_digest import rows_digest, whole_digest
 
 G = torch.randn(20, generator=torch.Generator().manual_seed(0))
@@ -88,3 +89,19 @@ def test_gradients_that_are_not_finite_in_both_runs_are_left_out() -> None:
         many = Run(folder=Path("many"), records=[[update(gradient)]] * 2)
         made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
         assert (made.not_finite, len(made.findings)) == (left_out, found)
+
+
+def test_a_trial_ends_where_all_is_lost_and_later_updates_count_as_lost(tmp_path: Path) -> None:
+    known = [{**update(G), "n": n} for n in (1, 2, 3)]
+    record = RecordFile(tmp_path)
+    for one in known:
+        record.write(**one)
+    record.close()
+    is_lost = until_lost(tmp_path)
+    tried = [{**update(G * (1 + change)), "n": n} for n, change in ((1, 1e-5), (2, 0.2))]
+    assert [is_lost(one) for one in tried] == [False, True]
+    alone = Run(folder=tmp_path, records=[known])
+    grown = grown_errors(alone, Run(folder=tmp_path, records=[tried]))
+    tolerance = Tolerance(2.0**-23, "", grown)
+    assert [tolerance.is_lost(n) for n in (1, 2, 3)] == [False, True, True]
+    assert list(grown_errors(alone, Run(folder=tmp_path, records=[tried[:1]]))) == [1]

@@ -33,3 +33,5 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "upd')
     assert read_record(tmp_path) == [{"kind": "update", "n": 1}]
+    assert read_record(tmp_path, "update", "end") == [{"kind": "update", "n": 1}]
+    assert read_record(tmp_path, "upd") == []

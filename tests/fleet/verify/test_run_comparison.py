@@ -29,6 +29,8 @@ def test_the_error_of_the_worker_that_failed_first_is_shown_with_its_line(tmp_pa
         tmp_path, lost, "ValueError: no data\n@/x/train.py:8"
     )
     assert "worker 0: RuntimeError" in reason(tmp_path, lost, lost)
+    waits = "RendezvousError: this worker waits in fleet.init(); worker 1 has ended\n@/x/train.py:12"
+    assert "worker 1: KeyError" in reason(tmp_path, waits, "KeyError: 'x'\n@/x/train.py:8")
 
 
 def test_an_exit_shows_what_was_printed_before(tmp_path: Path) -> None:

@@ -30,3 +30,9 @@ def test_fewer_steps_on_one_worker_are_named() -> None:
 def test_runs_that_end_are_right_and_errors_are_left_to_the_caller() -> None:
     assert causes([UPDATE, end("stopped")], [UPDATE, end("ended")]) == []
     assert causes([end("failed", "ValueError: x\n@a.py:1")], [end("failed", "ValueError: x\n@a.py:1")]) == []
+
+
+def test_a_worker_that_ended_with_an_error_of_its_own_left_out_no_call() -> None:
+    assert causes([UPDATE, CALL], [UPDATE, end("failed", "ValueError: x\n@a.py:1")]) == []
+    lost = end("failed", "RendezvousError: worker 0 waits in torch.distributed.barrier\n@a.py:1")
+    assert causes([UPDATE, CALL], [UPDATE, lost]) == ["collective-on-one-rank"]
