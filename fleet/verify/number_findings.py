@@ -15,8 +15,8 @@ from fleet.verify.report import Finding
 __all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors", "until_lost"]
 
 _ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
-_GROWN = 4.0  # times what a rounding error grew to in a trial; errors come again in each update
-_LOST = 0.05
+_GROWN = 10.0  # times what a rounding error grew to in one trial: the next may grow to several times as much
+_LOST = 0.02
 _SMALL = 1e-3  # of the largest gradient: below that a gradient is rounding errors of larger ones
 
 
