@@ -8,6 +8,8 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,7 @@ from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.layout import Float32s, Int64s
 
 Int32s = npt.NDArray[np.int32]
+ROWS_AT_ONCE = 1 << 16
 
 
 class UniqueKeys:
@@ -101,6 +104,12 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     merge_rows = load_kernels("id_kernels").merge_rows
     merge_rows(_address(gradients), _address(inverse), num_rows, dim, _address(out), num_unique)
     return out
+
+
+def in_pieces(count: int) -> Iterator[Int64s]:
+    """Yields the ids from 0 to ``count - 1``, at most :data:`ROWS_AT_ONCE` at a time: as many as one message takes."""
+    for start in range(0, count, ROWS_AT_ONCE):
+        yield np.arange(start, min(start + ROWS_AT_ONCE, count), dtype=np.int64)
 
 
 def train_rows(

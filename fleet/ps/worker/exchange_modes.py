@@ -325,15 +325,9 @@ class GeoExchange:
         self._train_dense = train_dense
         self._values = {part.table_id: part.values() for part in plan.dense}
         self._parts = {part.table_id: part for part in plan.sparse}
-        self._whole = {
-            part.table_id: module
-            for part in plan.sparse
-            for module in part.modules
-            if isinstance(module, ServedEmbedding) and module.read_weight()
-        }
-        whole = {
-            table_id: module.lookup.whole for table_id, module in self._whole.items() if module.lookup.whole is not None
-        }
+        served = [(part.table_id, m) for part in plan.sparse for m in part.modules if isinstance(m, ServedEmbedding)]
+        self._served = [module for _, module in served]
+        whole = {table_id: rows for table_id, module in served if (rows := module.read_weight()) is not None}
         self._geo = GeoCommunicator(client, k_steps, list(self._parts), self._values, whole)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
@@ -362,7 +356,7 @@ class GeoExchange:
 
     def close(self) -> None:
         """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""
-        for module in self._whole.values():
+        for module in self._served:
             module.lookup.whole = None
 
     abandon = close

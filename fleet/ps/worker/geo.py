@@ -19,11 +19,9 @@ from torch import Tensor
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
-from fleet.ps.table.ids import KeyPlaces, train_rows
+from fleet.ps.table.ids import KeyPlaces, in_pieces, train_rows
 
 __all__ = ["GeoCommunicator", "GeoRows", "WholeGeoRows"]
-
-_ROWS_AT_ONCE = 1 << 16
 
 
 def _pieces(size: int) -> Iterator[slice]:
@@ -163,9 +161,8 @@ class GeoCommunicator:
             self._client.pull_changes(list(whole))  # what was added until now comes with all rows
         for table_id, weight in whole.items():
             rows = weight.detach().numpy()
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                ids = np.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), dtype=np.int64)
-                rows[start : start + len(ids)] = self._client.wait(self._client.pull({table_id: ids}))[table_id]
+            for ids in in_pieces(len(rows)):
+                rows[ids] = self._client.wait(self._client.pull({table_id: ids}))[table_id]
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
@@ -193,7 +190,7 @@ class GeoCommunicator:
             return last[1]
         rows = self._rows[table_id]
         places = rows.find(keys)
-        if not isinstance(rows, WholeGeoRows) and len(places) and places.min() < 0:
+        if len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
             places = rows.find(keys)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
-from fleet.ps.table.ids import sum_rows
+from fleet.ps.table.ids import in_pieces, sum_rows
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
@@ -24,7 +24,6 @@ from fleet.ps.worker.served_weight import WatchesWeight, as_plain
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 
-ROWS_AT_ONCE = 1 << 16
 MANY_IDS = 1 << 10  # from so many on a call of Python costs less than it saves
 
 
@@ -100,17 +99,17 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         found = _ManyRows.apply(rows, places) if many else torch.embedding(rows, places)  # type: ignore[no-untyped-call]
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
-    def read_weight(self) -> bool:
+    def read_weight(self) -> Tensor | None:
         """Makes lookups read the weight itself, which then holds the rows that this worker trains.
 
-        Returns whether it can: the weight is on the CPU. ``lookup.whole`` shares its memory.
+        Returns ``lookup.whole``, which shares its memory; ``None`` where it cannot: the weight is not on the CPU.
         """
         with as_plain():
             values = self.weight.data
         if values.device.type != "cpu" or not values.is_contiguous():
-            return False
+            return None
         self.lookup.whole = values.requires_grad_()
-        return True
+        return self.lookup.whole
 
     def _read(self, rows: Tensor, input: Tensor) -> Tensor:
         if input.dtype is not torch.int64 or input.device.type != "cpu":
@@ -152,11 +151,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""
         weight = self.weight.detach().to("cpu", torch.float32).numpy()
-        starts = range(0, len(weight), ROWS_AT_ONCE)
-        return [
-            (np.arange(s, min(s + ROWS_AT_ONCE, len(weight)), dtype=np.int64), weight[s : s + ROWS_AT_ONCE].copy())
-            for s in starts
-        ]
+        return [(ids, weight[ids]) for ids in in_pieces(len(weight))]
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weight, invisibly to autograd."""
@@ -169,9 +164,8 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             if weight.data_ptr() != whole.data_ptr():  # it was moved
                 weight.copy_(whole.detach())
             return
-        for start in range(0, self.num_embeddings, ROWS_AT_ONCE):
-            ids = np.arange(start, min(start + ROWS_AT_ONCE, self.num_embeddings), dtype=np.int64)
-            weight[start : start + len(ids)] = torch.from_numpy(source.rows(ids)).to(weight)
+        for ids in in_pieces(self.num_embeddings):
+            weight[ids[0] : ids[-1] + 1] = torch.from_numpy(source.rows(ids)).to(weight)
 
 
 class _ManyRows(torch.autograd.Function):

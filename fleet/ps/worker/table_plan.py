@@ -158,7 +158,7 @@ class TablePlan:
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
-    _watched_key: list[tuple[int, int]] | None = field(default=None, init=False, repr=False, compare=False)
+    _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
     def check_trained(self) -> None:
@@ -187,11 +187,11 @@ class TablePlan:
 
     def _watched(self) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, DensePart]]]:
         """Returns the optimizer's parameters without a table, and those that a table moves without a gradient."""
-        lists = [group["params"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
-        key = [(id(held), len(held)) for held in lists]
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        held = [parameter for group in groups for parameter in group["params"]]
+        key = list(map(id, held))
         if key != self._watched_key:
             known, rows = self._trained
-            held = [parameter for parameters in lists for parameter in parameters]
             others = [p for p in held if id(p) not in known and id(p) not in rows]
             parts = [(p, known[id(p)]) for p in held if id(p) in known]
             moved = [(p, part) for p, part in parts if not part.config.adds_up and part.follows]

@@ -135,6 +135,7 @@ def test_two_workers_are_those_of_the_formula() -> None:
 
     def work(own: Fleet, rank: int) -> Any:
         model, optimizer = start(own, seed=rank, k_steps=2)
+        own.barrier_worker()  # a worker that starts later would begin with what the other has exchanged already
         for half in range(2):
             turns[2 * half + rank].wait(30)
             for step in (2 * half, 2 * half + 1):

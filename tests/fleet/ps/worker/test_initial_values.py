@@ -14,8 +14,8 @@ from fleet.errors import PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.link import Link, Request
+from fleet.ps.table import ids
 from fleet.ps.wire.messages import Op
-from fleet.ps.worker import served_embedding as _served_embedding
 from fleet.ps.worker.served_embedding import serve_embeddings
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
@@ -112,7 +112,7 @@ def begin_and_die(
 @pytest.mark.parametrize("sent", [False, True])
 def test_a_worker_0_killed_anywhere_leaves_nothing_half_given(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two servers, two tables, two pieces of a table: the next process gives what is missing, once."""
-    monkeypatch.setattr(_served_embedding, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(ids, "ROWS_AT_ONCE", 7)
     first, again = Net(1), Net(2)
     number, mixed = 1, 0
     while True:
@@ -158,7 +158,7 @@ def test_pieces_that_were_applied_stay_known_after_a_restart_of_the_server(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mark is in the journal and in the snapshot, beside the rows."""
-    monkeypatch.setattr(_served_embedding, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(ids, "ROWS_AT_ONCE", 7)
     with serving(num_servers=2, folder=tmp_path) as service:
         assert begin_and_die(service, monkeypatch, 3, sent=True)
         service.client(client_id=5, tables={}).snapshot()
