@@ -135,6 +135,7 @@ class ServerJob:
         """Sends what waits and leaves the job; servers end when every worker has left."""
         trainer = self.running()
         try:
+            trainer.flush()
             trainer.refresh()
             trainer.close()
             if self._embedded is not None:

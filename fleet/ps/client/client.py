@@ -329,10 +329,23 @@ class Client:
 
     def pull_changes(self, table_ids: Sequence[int]) -> dict[int, tuple[Keys, Rows]]:
         """Returns, per sparse table, the rows that other workers added to since the last call (geo)."""
+        return self._changed_rows(Op.GEO_PULL, table_ids)[1]
+
+    def watch(self, table_ids: Sequence[int]) -> tuple[bool, dict[int, tuple[Keys, Rows]]]:
+        """Returns, per sparse table, the rows that any worker changed since the last call, this one included.
+
+        The first item is whether other rows may have changed too, so that all must be pulled once: at the first call,
+        and after a server has come back.
+        """
+        return self._changed_rows(Op.WATCH, table_ids)
+
+    def _changed_rows(self, op: Op, table_ids: Sequence[int]) -> tuple[bool, dict[int, tuple[Keys, Rows]]]:
         self._questions += 1
+        lacking: list[bool] = []
         found: dict[int, list[tuple[Keys, Rows]]] = {table_id: [] for table_id in table_ids}
 
         def take(header: Header, body: memoryview) -> None:
+            lacking.append(header.step > 0)
             for part in rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16)):
                 if part.ids is None or part.rows is None or part.table_id not in found:
                     raise MessageError(f"an unexpected answer for table {part.table_id}.")
@@ -343,12 +356,10 @@ class Client:
         parts = [TablePart(table_id, 0, self._table(table_id).dim, none) for table_id in table_ids]
         ticket = Ticket()
         for link in self._links:
-            request = Request(
-                Op.GEO_PULL, encode_parts(parts), len(parts), seq=self._questions, flags=flags, on_answer=take
-            )
+            request = Request(op, encode_parts(parts), len(parts), seq=self._questions, flags=flags, on_answer=take)
             ticket.requests.append((link, link.submit(request)))
         self.wait(ticket)
-        return {
+        return any(lacking), {
             table_id: (np.concatenate([ids for ids, _ in pairs]), np.concatenate([rows for _, rows in pairs]))
             for table_id, pairs in found.items()
         }

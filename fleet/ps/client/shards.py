@@ -36,13 +36,17 @@ Target = Rows | tuple[Rows, NDArray[np.intp] | slice] | Callable[[Rows], None]
 
 @dataclass(slots=True)
 class Gradient:
-    """What a push carries for one sparse table: one row per id, and optionally shows, clicks and slots per id."""
+    """What a push carries for one sparse table: one row per id, and optionally shows, clicks and slots per id.
+
+    Ids that are not ``distinct`` must be merged before they are sent.
+    """
 
     ids: Keys
     rows: Rows
     shows: Rows | None = None
     clicks: Rows | None = None
     slots: NDArray[np.uint32] | None = None
+    distinct: bool = True
 
 
 class TableMap:

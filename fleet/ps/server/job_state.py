@@ -190,6 +190,7 @@ class JobState:
             raise Refused(f"worker {rank} is {worker.state}: only the rank of a worker that was lost can be covered.")
         if fresh and worker.client_id:
             worker.fenced.append(worker.client_id)
+            self.recorder.end_watch(rank)
         worker.client_id = client_id
         worker.deputy = bool(deputy)
         worker.state = "covered" if deputy else "active"
@@ -211,6 +212,7 @@ class JobState:
         for worker in self.workers:
             if worker.state in ("active", "covered") and not worker.busy and now - worker.seen > self.lease_s:
                 worker.state = "expired"
+                self.recorder.end_watch(worker.rank)
                 ranks.append(worker.rank)
         if ranks:
             self.changed.notify_all()
@@ -219,6 +221,7 @@ class JobState:
     def leave(self, worker: Worker) -> None:
         """Marks a worker as gone: it said goodbye."""
         worker.state = "gone"
+        self.recorder.end_watch(worker.rank)
         self.changed.notify_all()
 
     def active(self) -> list[Worker]:

@@ -1,10 +1,16 @@
-"""KeyRecorder: which ids have changed since a reader last took them; for geo workers and for publishing.
+"""KeyRecorder: which ids have changed since a reader last took them; for workers with rows of their own and for
+publishing.
 
 [Note: What a reader has not confirmed is kept]
 Changed ids collect per reader and table. :meth:`KeyRecorder.move` hands them out and holds them; they are dropped by
 :meth:`~KeyRecorder.forget`, when the reader has them for certain, or become changed again by
 :meth:`~KeyRecorder.put_back`. A snapshot captures both kinds, so after a restart a reader may be told of an id twice
 and never too seldom.
+
+[Note: Who is told of what]
+An addition (geo) is noted for all other workers, always: it is in the journal, and so is noted again after a restart.
+A push is noted for the workers that watch the table, the one that pushed included. Nothing keeps that they watch: the
+question that a worker asks next begins it anew, and the answer says that the worker must read all rows once.
 """
 
 from __future__ import annotations
@@ -62,6 +68,33 @@ class KeyRecorder:
         self._pending: dict[tuple[int, int], _KeySet] = {}
         self._held: dict[tuple[int, int], _KeySet] = {}
         self._numbers: dict[tuple[int, int], int] = {}
+        self._watched: dict[tuple[int, int], int] = {}  # since which question
+        self.takes = 0  # so far
+
+    def watch(self, reader: int, table_id: int, number: int) -> bool:
+        """Makes pushes to a table be noted for ``reader``; returns whether question ``number`` began that.
+
+        What was noted before is dropped then: the reader must read all rows.
+        """
+        place = (reader, table_id)
+        if place not in self._watched:
+            self._omit(place)
+            self._watched[place] = number
+        return self._watched[place] == number
+
+    def end_watch(self, reader: int) -> None:
+        """Notes no more pushes for ``reader``, which has left or is not heard."""
+        for place in [place for place in self._watched if place[0] == reader]:
+            del self._watched[place]
+            self._omit(place)
+
+    def _omit(self, place: tuple[int, int]) -> None:
+        for kept in (self._pending, self._held, self._numbers):
+            kept.pop(place, None)
+
+    def watching(self, table_id: int) -> list[int]:
+        """Returns who watches a table."""
+        return [reader for reader, watched in self._watched if watched == table_id]
 
     def mark(self, readers: Iterable[int], table_id: int, keys: Keys) -> None:
         """Notes for ``readers`` that ``keys`` have changed; the array is kept and must not change afterwards."""
@@ -71,6 +104,7 @@ class KeyRecorder:
     def take(self, reader: int, table_id: int, number: int) -> Keys:
         """Returns the sorted ids for question ``number`` of ``reader``; a new number confirms the one before."""
         place = (reader, table_id)
+        self.takes += 1
         if self._numbers.get(place) != number:
             self._numbers[place] = number
             self._held[place] = self._pending.pop(place, _KeySet())
@@ -109,9 +143,9 @@ class KeyRecorder:
         )
 
     def capture(self) -> dict[tuple[int, int], Keys]:
-        """Returns the ids each reader may not have yet, by (reader, table)."""
+        """Returns the ids each reader may not have yet, by (reader, table); not those of who watches a table."""
         captured = {}
-        for place in {*self._pending, *self._held}:
+        for place in {*self._pending, *self._held} - self._watched.keys():
             found = [kept[place].sorted() for kept in (self._pending, self._held) if place in kept]
             keys = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
             if len(keys):
@@ -122,6 +156,7 @@ class KeyRecorder:
         """Takes over what :meth:`capture` returned."""
         self._held.clear()
         self._numbers.clear()
+        self._watched.clear()
         self._pending = {}
         for place, keys in captured.items():
             self._pending.setdefault(place, _KeySet()).add(keys)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import FleetError
+from fleet.ps.server.changed_rows import added_rows, watched_rows
 from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState, parts_of
@@ -162,6 +163,7 @@ class Operations:
             Op.ADD: self._change,
             Op.SET_DENSE: self._change,
             Op.GEO_PULL: self._geo_pull,
+            Op.WATCH: self._watch,
             Op.BARRIER: self._barrier,
             Op.ALTER: self._alter,
             Op.STAT: self._stat,
@@ -335,25 +337,17 @@ class Operations:
         return slowest is None or slowest >= step - self._config.staleness
 
     def _geo_pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        answers = []
-        for part in decode_parts(body, header.n_tables):
-            table = self._state.table(part.table_id)
-            if part.ids is None:
-                table.check(part, change=False)
-                rows = np.empty(table.pull_shape(part), np.float32)
-                table.pull(part, rows, create=False)
-                answers.append(TablePart(part.table_id, part.n, 1, rows=rows))
-                continue
-            with self._job.changed:
-                keys = self._job.recorder.take(worker.rank, part.table_id, header.seq)
-            question = TablePart(part.table_id, len(keys), part.dim, keys)
-            table.check(question, change=False)
-            rows = np.empty(table.pull_shape(question), np.float32)
-            table.pull(question, rows, create=False)
-            answers.append(TablePart(part.table_id, len(keys), part.dim, keys, rows))
-        if sum(part.n * (8 + 4 * part.dim) + 64 for part in answers) > self._config.max_body_bytes:
-            raise Refused("more rows have changed than one message holds; lower k_steps.")
-        return self._rows_answer(answers, header)
+        asked = decode_parts(body, header.n_tables)
+        return self._rows_answer(
+            added_rows(self._state, worker.rank, header.seq, asked, self._config.max_body_bytes), header
+        )
+
+    def _watch(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        asked = decode_parts(body, header.n_tables)
+        lacks, rows = watched_rows(self._state, worker.rank, header.seq, asked, self._config.max_body_bytes)
+        answer = self._rows_answer(rows, header)
+        answer.step = int(lacks)
+        return answer
 
     def _alter(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         fields = decode_control(body)

@@ -53,7 +53,7 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, Socket
 
 __all__ = ["Server"]
 
-_DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL)
+_DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH)
 MAX_UNPROVEN = 64  # connections that have not proven the secret yet
 
 

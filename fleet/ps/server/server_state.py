@@ -203,6 +203,7 @@ class ServerState:
                 self._refuse_overtaken(record, worker)
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
+                takes = self.job.recorder.takes
             try:
                 self._apply(record.kind, [part for part in parts if part.table_id in fresh], lsn)
                 self._evict([part.table_id for part in parts])
@@ -210,6 +211,10 @@ class ServerState:
                 self._fail(error)
                 raise
         with self.job.changed:
+            if self.job.recorder.takes != takes:  # a worker may have been told of these rows and read them before
+                for part in parts:
+                    if part.ids is not None and part.table_id in fresh:
+                        self._note_for_workers(record, worker.rank, part.table_id, part.ids.copy())
             self.job.changed.notify_all()
         return Status.OK if fresh or not parts else Status.DUPLICATE
 
@@ -230,12 +235,20 @@ class ServerState:
         return fresh
 
     def _note_changed(self, record: Record, rank: int, table_id: int, ids: Keys) -> None:
-        is_addition = record.kind == RecordKind.ADD
-        if is_addition or self.job.published.on:
+        if self.job.published.on or self._is_for_workers(record, table_id):
             kept = ids.copy()
             self.job.note_changed(table_id, kept)
-            if is_addition:
-                self.job.recorder.mark([w.rank for w in self.job.workers if w.rank != rank], table_id, kept)
+            self._note_for_workers(record, rank, table_id, kept)
+
+    def _is_for_workers(self, record: Record, table_id: int) -> bool:
+        return record.kind == RecordKind.ADD or bool(self.job.recorder.watching(table_id))
+
+    def _note_for_workers(self, record: Record, rank: int, table_id: int, ids: Keys) -> None:
+        """Notes changed ids for workers with rows of their own; the array must not change afterwards."""
+        readers = set(self.job.recorder.watching(table_id))
+        if record.kind == RecordKind.ADD:
+            readers.update(worker.rank for worker in self.job.workers if worker.rank != rank)
+        self.job.recorder.mark(readers, table_id, ids)
 
     def _refuse_overtaken(self, record: Record, worker: Worker) -> None:
         """Raises MessageError when another worker has taken over what this one reads; the journal's lock is held."""

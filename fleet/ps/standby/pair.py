@@ -25,7 +25,8 @@ from fleet.ps.wire.transport import Transport
 
 __all__ = ["Pair", "Turn"]
 
-_FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.PING, Op.STAT, Op.HELLO)  # wait for no standby
+# What waits for no standby.
+_FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH, Op.PING, Op.STAT, Op.HELLO)
 _PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads
 _POLL_S = 0.2
 _REJOIN_S = 20.0  # a standby that was started again and finds nobody for this long has missed the end of the job

@@ -84,6 +84,7 @@ class Op(IntEnum):
     STOP = 15
     SNAPSHOT = 16
     FOLLOW = 17  # of a standby to its server, see fleet.ps.standby.carried
+    WATCH = 18  # as GEO_PULL, and of pushes too; step 1 in the answer: all rows must be read once
 
 
 class MessageFlag:
@@ -175,7 +176,7 @@ def encode_header(header: Header) -> bytes:
 
 def asks_rows(op: Op, flags: int) -> bool:
     """Returns whether the answer to a request brings rows or values, and so may be large."""
-    return op in (Op.PULL, Op.GEO_PULL) or bool(flags & MessageFlag.VALUES)
+    return op in (Op.PULL, Op.GEO_PULL, Op.WATCH) or bool(flags & MessageFlag.VALUES)
 
 
 def is_in_memory(header: Buffer) -> bool:

@@ -21,6 +21,7 @@ from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.geo import GeoCommunicator
+from fleet.ps.worker.row_replicas import MOST_WORKERS, RowReplicas
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
@@ -267,7 +268,32 @@ class AsyncExchange(_ServersOwn):
         super().__init__(client, plan)
         self._others = list(others)
         additive = [table_id for table_id, table in plan.configs.items() if table.adds_up]
-        self._sender = AsyncSender(self._others, config, self._mailbox.receive, additive)
+        self._copied, self._replicas = self._copy_rows()
+        self._sender = AsyncSender(self._others, config, self._receive, additive)
+
+    def _copy_rows(self) -> tuple[list[ServedEmbedding], RowReplicas | None]:
+        """Makes modules whose rows come from the servers unchanged read them from their own weights."""
+        if self._bound is not None or self.client.config.num_workers > MOST_WORKERS:
+            return [], None
+        weights, modules = {}, []
+        for part in self._plan.sparse:
+            module = part.modules[0]
+            if len(part.modules) > 1 or part.group is None or part.config.accessor or part.config.entry:
+                continue
+            if isinstance(module, ServedEmbedding) and (weight := module.read_weight()) is not None:
+                weights[part.table_id] = weight
+                modules.append(module)
+        if not weights:
+            return [], None
+        replicas = RowReplicas(self._others[-1], weights)
+        for module in modules:
+            module.lookup.bring = replicas.bring
+        return modules, replicas
+
+    def _receive(self, client: Client) -> None:
+        self._mailbox.receive(client)
+        if self._replicas is not None:
+            self._replicas.receive()
 
     def _prepare(self, step: int) -> None:
         if self._bound is not None:
@@ -292,9 +318,16 @@ class AsyncExchange(_ServersOwn):
             client.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
+        self.expire_rows()
+
+    def expire_rows(self) -> None:
+        """Makes the next lookup see what the servers have by then."""
+        if self._replicas is not None:
+            self._replicas.expire()
 
     def close(self) -> None:
         """Sends what waits, and ends threads and their connections."""
+        _leave_weights(self._copied)
         try:
             self._sender.stop()
         finally:
@@ -303,6 +336,7 @@ class AsyncExchange(_ServersOwn):
 
     def abandon(self) -> None:
         """Ends threads and their connections without sending."""
+        _leave_weights(self._copied)
         for client in self._others:
             client.close()
         self._sender.abort()
@@ -356,8 +390,7 @@ class GeoExchange:
 
     def close(self) -> None:
         """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""
-        for module in self._served:
-            module.lookup.whole = None
+        _leave_weights(self._served)
 
     abandon = close
 
@@ -367,6 +400,11 @@ class GeoExchange:
         exchange()
         for part in self._plan.dense:
             part.assign(self._values[part.table_id])
+
+
+def _leave_weights(modules: Sequence[ServedEmbedding]) -> None:
+    for module in modules:
+        module.lookup.whole = module.lookup.bring = None
 
 
 def check_mode(mode: str) -> None:

@@ -112,6 +112,7 @@ class RowLookup:
         self.label = label
         self.source = None
         self.whole = None
+        self.bring = None
         self._num_counters = num_counters
         self.keeps_shows = keeps_shows
         self._skipped = skipped
@@ -122,6 +123,8 @@ class RowLookup:
 
     source: RowSource | None
     whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
+    # Brings ``whole`` up to date where it is a replica and older than so many seconds; only lookups that train read it.
+    bring: Callable[[float], None] | None
 
     def find(
         self,
@@ -178,7 +181,7 @@ class RowLookup:
         found: list[Gradient] = []
         if self.whole is not None and self.whole.grad is not None:
             added, self.whole.grad = self.whole.grad, None
-            found.append(Gradient(added._indices()[0].numpy(), added._values().numpy()))
+            found.append(Gradient(added._indices()[0].numpy(), added._values().numpy(), distinct=False))
         for leaf, gradient in self._ready:
             if leaf.grad is None:
                 continue

@@ -117,7 +117,7 @@ def sum_waiting(client: Client, table_id: int, items: Sequence[Waiting]) -> Grad
             total += item.value
         return total
     gradients: list[Gradient] = [item.value for item in items]
-    if len(gradients) == 1:
+    if len(gradients) == 1 and gradients[0].distinct:
         return gradients[0]
     if table.keeps_shows or any(
         part is not None for item in gradients for part in (item.shows, item.clicks, item.slots)

@@ -20,6 +20,7 @@ from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.worker.embedding import scale_gradient
 from fleet.ps.worker.lookup import RowLookup
+from fleet.ps.worker.row_replicas import OLD_S
 from fleet.ps.worker.served_weight import WatchesWeight, as_plain
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
@@ -89,7 +90,9 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         with as_plain():
             weight = self.weight
             device, trained = weight.device, weight.requires_grad
-        if lookup.whole is not None:
+        if lookup.whole is not None and (lookup.bring is None or (trained and torch.is_grad_enabled())):
+            if lookup.bring is not None:
+                lookup.bring(OLD_S)
             found = self._read(lookup.whole if trained else lookup.whole.detach(), input).to(device)
             return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
         ids = self._keys(input)
@@ -122,8 +125,13 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             raise
 
     def prefetch(self, input: Tensor) -> None:
-        """Asks the servers for the rows of the next batch, as :meth:`fleet.SparseEmbedding.prefetch` does."""
-        self.lookup.prefetch(self._keys(input))
+        """Asks the servers for the rows of the next batch, as :meth:`fleet.SparseEmbedding.prefetch` does.
+
+        It asks for nothing where the weight itself has the rows.
+        """
+        ids = self._keys(input)
+        if self.lookup.whole is None:
+            self.lookup.prefetch(ids)
 
     def _keys(self, input: Tensor) -> np.ndarray:
         if input.dtype is not torch.int64 or input.device.type != "cpu":
@@ -155,12 +163,15 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weight, invisibly to autograd."""
-        source, whole = self.lookup.source, self.lookup.whole
+        lookup = self.lookup
+        source, whole = lookup.source, lookup.whole
         if source is None:
             return
         with as_plain():
             weight = self.weight.data
         if whole is not None:
+            if lookup.bring is not None:
+                lookup.bring(0.0)
             if weight.data_ptr() != whole.data_ptr():  # it was moved
                 weight.copy_(whole.detach())
             return

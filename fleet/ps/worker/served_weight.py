@@ -152,8 +152,8 @@ def _warn_of_size(module: WatchesWeight, name: str, count: int) -> None:
         return
     module.__dict__["_warned_of_size"] = True
     warnings.warn(
-        f"{module.lookup.label}: {name} uses its whole weight, so each such step fetches all {count} rows from the "
-        f"servers and sends as many gradients. {_BATCH}",
+        f"{module.lookup.label}: {name} uses its whole weight, so each such step reads all {count} rows and sends "
+        f"as many gradients to the servers. {_BATCH}",
         OptionWarning,
         stacklevel=4,
     )

@@ -281,7 +281,10 @@ class Trainer:
 
     def meet(self, name: str) -> str | None:
         """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
-        return self.client.barrier(name, self.config.user_call())
+        key = self.client.barrier(name, self.config.user_call())
+        if isinstance(self._exchange, AsyncExchange):
+            self._exchange.expire_rows()
+        return key
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 

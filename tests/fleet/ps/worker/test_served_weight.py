@@ -254,7 +254,7 @@ def test_a_large_table_says_what_it_costs(pair: Any, monkeypatch: pytest.MonkeyP
         warnings.simplefilter("error")
         with torch.no_grad():
             model["words"].weight.norm()
-    with pytest.warns(OptionWarning, match="fetches all 10 rows.*weight_decay"):
+    with pytest.warns(OptionWarning, match="reads all 10 rows.*weight_decay"):
         model["words"].weight.norm()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

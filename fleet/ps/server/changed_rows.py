@@ -1,0 +1,66 @@
+"""The rows of which a worker with rows of its own has not been told, or not for certain: see KeyRecorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fleet.ps.server.job_state import Refused
+from fleet.ps.server.server_state import ServerState
+from fleet.ps.wire.messages import TablePart
+
+__all__ = ["added_rows", "watched_rows"]
+
+
+def added_rows(
+    state: ServerState, rank: int, number: int, asked: Sequence[TablePart], most_bytes: int
+) -> list[TablePart]:
+    """Returns what question ``number`` of a geo worker brings: the rows that others added to, dense tables as a whole.
+
+    Raises:
+        Refused: they are more than one message of ``most_bytes`` holds.
+    """
+    answers = _rows(state, rank, number, asked)
+    if _size(answers) > most_bytes:
+        raise Refused("more rows have changed than one message holds; lower k_steps.")
+    return answers
+
+
+def watched_rows(
+    state: ServerState, rank: int, number: int, asked: Sequence[TablePart], most_bytes: int
+) -> tuple[bool, list[TablePart]]:
+    """Returns the rows that anybody changed, and first whether others may have changed too.
+
+    So it is where question ``number`` begins the watch, and where the rows are more than one message holds.
+    """
+    for part in asked:
+        state.table(part.table_id)
+    with state.job.changed:
+        begins = any([state.job.recorder.watch(rank, part.table_id, number) for part in asked])
+    answers = _rows(state, rank, number, asked)
+    if _size(answers) <= most_bytes:
+        return begins, answers
+    none = np.empty(0, np.int64)
+    return True, [TablePart(part.table_id, 0, part.dim, none, np.empty((0, part.dim), np.float32)) for part in asked]
+
+
+def _rows(state: ServerState, rank: int, number: int, asked: Sequence[TablePart]) -> list[TablePart]:
+    answers = []
+    for part in asked:
+        table = state.table(part.table_id)
+        question = part
+        if part.ids is not None:
+            with state.job.changed:
+                keys = state.job.recorder.take(rank, part.table_id, number)
+            question = TablePart(part.table_id, len(keys), part.dim, keys)
+        table.check(question, change=False)
+        rows = np.empty(table.pull_shape(question), np.float32)
+        table.pull(question, rows, create=False)
+        dim = 1 if question.ids is None else question.dim
+        answers.append(TablePart(part.table_id, question.n, dim, question.ids, rows))
+    return answers
+
+
+def _size(answers: Sequence[TablePart]) -> int:
+    return sum(part.n * (8 + 4 * part.dim) + 64 for part in answers)
