@@ -42,10 +42,11 @@ from fleet.strategies.pipeline.step import PipelineStep
 from fleet.trackers.run_log import RunLog
 from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
-from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
+from fleet.verify.loader_replay import ReplayedBatches, install_batches
 from fleet.verify.number_findings import until_lost
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
+from fleet.verify.user_lines import is_library, user_site
 
 # What only says how the work is divided or exchanged: one process trains without it.
 DIVIDING = (
