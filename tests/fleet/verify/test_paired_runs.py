@@ -2,12 +2,13 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fleet.errors import FleetError
-from fleet.verify.paired_runs import _frame, _own_folder, _reaching, process_starter
+from fleet.verify.paired_runs import VerifyRequest, _frame, _has_ended, _own_folder, _plan, _reaching, process_starter
 
 
 def test_what_a_run_writes_stays_in_its_folder(tmp_path: Path) -> None:
@@ -39,3 +40,17 @@ def test_a_python_that_does_not_start_says_why(length: int, tmp_path: Path, monk
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(FleetError, match="no torch here"), process_starter(tmp_path) as start:
         start({"a plan": "x" * length})
+
+
+def test_processes_end_with_their_starter(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time\n\nprint('sleeps', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "rank0.log").touch()
+    plan = _plan(VerifyRequest(script=script), tmp_path, 0, [])
+    plan |= {"place": str(tmp_path), "environment": {}, "rates": {}, "synced": False, "noise": 0.0, "beside": ""}
+    with process_starter(tmp_path) as start:
+        process = start(plan)
+        while "sleeps" not in (tmp_path / "rank0.log").read_text():
+            assert not _has_ended(process)
+            time.sleep(0.05)
+    assert _has_ended(process)
