@@ -1,6 +1,6 @@
 """What ``python -m fleet verify`` takes beside the script's own run of the same updates.
 
-    python benchmarks/verify.py          # six minutes
+    python benchmarks/verify.py          # three minutes
 
 Each example in turn: as a job of two workers, then under ``verify`` with two workers, ``STEPS`` updates both times, one
 thread a process. Seconds by the clock, and of processor time of all processes; medians of the ratios pair by pair.

@@ -9,21 +9,21 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TypeAlias
-
-import torch
 
 from fleet.launch.processes.stacks import Frame, Stack
 
 Described: TypeAlias = Callable[[int], str]  # the place of a rank on the mesh: "pp 0, mp 1", or an empty string
 
 BUSY, WAITS, MEETS, ENDED, SILENT = "busy", "waits", "meets", "ended", "silent"
+_TORCH = find_spec("torch")  # not imported: a command that starts no torch reads what errors mean
 _LIBRARIES = (
     f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(str(_TORCH and _TORCH.origin)).parent}{os.sep}",
     f"{sysconfig.get_path('stdlib')}{os.sep}",
     "<",  # frozen modules, and functions that dataclasses generate
 )

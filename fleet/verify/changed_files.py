@@ -21,8 +21,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-
 __all__ = ["ChangedFiles", "put_back"]
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -47,6 +45,8 @@ class ChangedFiles:
 
     def watch(self) -> None:
         """Begins: Python's own functions, ``torch.save`` and safetensors tell of what they are about to write."""
+        import torch
+
         self._kept.mkdir(exist_ok=True)
         sys.addaudithook(self._heard)
         torch.save = self._saving(torch.save, 1)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
-from fleet.verify.record_files import load_tensors, save_tensors
 from fleet.verify.tensor_digest import content
+from fleet.verify.tensor_files import load_tensors, save_tensors
 
 __all__ = ["Draws", "install_draws"]
 

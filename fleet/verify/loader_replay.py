@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,8 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fleet.verify.generator_states import generator_states, kept_states, set_states
-from fleet.verify.record_files import RecordFile, load_tensors, pack, read_record, save_tensors, unpack
+from fleet.verify.record_files import RecordFile, read_record
 from fleet.verify.tensor_digest import content
+from fleet.verify.tensor_files import load_tensors, pack, save_tensors, unpack
+from fleet.verify.user_lines import user_site
 
 __all__ = ["ReplayedBatches", "CannotReplay", "install_batches", "rows_of"]
 
@@ -209,33 +209,6 @@ def _length(thing: Any) -> int | None:
         return len(thing)
     except TypeError:
         return None
-
-
-def user_site() -> str:
-    """Returns file:line of the innermost frame that is in no installed package and not in this project."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_library(name):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-_PACKAGE = Path(__file__).parent.parent
-# Code of this project names its file as it was imported: an editable installation imports through symbolic links.
-_OWN = tuple(f"{path}/" for path in (_PACKAGE, _PACKAGE.resolve(), (_PACKAGE.resolve() / "strategies").resolve()))
-
-
-def is_library(file: str) -> bool:
-    """Returns whether a file belongs to Python, an installed package or this project."""
-    return (
-        file.startswith((*_OWN, "<"))
-        or "/site-packages/" in file
-        or "/dist-packages/" in file
-        or "/fleet/strategies/" in file
-        or file.startswith((sys.prefix + "/", sys.base_prefix + "/lib/python"))
-    )
 
 
 class _Loop:

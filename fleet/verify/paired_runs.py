@@ -9,16 +9,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fleet.env import Environment
+from fleet.errors import FleetError
 from fleet.verify.changed_files import put_back
 from fleet.verify.record_files import read_record
 
-__all__ = ["VerifyRequest", "Run", "start_run"]
+__all__ = ["Run", "Starter", "VerifyRequest", "process_starter", "start_run"]
+
+Starter: TypeAlias = Callable[[dict[str, Any]], int]  # starts the process of a plan; returns its id
 
 _MOST_ENTRIES = 5000
 _LOOK_EVERY_S = 0.05
@@ -56,7 +60,6 @@ class Run:
     stuck: bool = False
     late: bool = False
     stacks: dict[int, list[str]] = field(default_factory=dict)
-    codes: list[int | None] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -80,6 +83,7 @@ class Run:
 
 
 def start_run(
+    start: Starter,
     request: VerifyRequest,
     folder: Path,
     workers: int,
@@ -100,21 +104,19 @@ def start_run(
     folder.mkdir(parents=True)
     began = time.perf_counter()
     run = Run(folder=folder)
-    port = _free_port()
-    processes = []
     place = _own_folder(Path.cwd(), folder / "cwd")
-    for rank in range(workers):
-        plan = _plan(request, folder, rank, sources)
-        plan |= {"rates": rates or {}, "synced": synced, "noise": noise}
-        plan["beside"] = str(beside.folder / "rank0") if beside is not None else ""
-        processes.append(_start(plan, folder, rank, workers, port, place))
+    shared = {"place": str(place), "rates": rates or {}, "synced": synced, "noise": noise}
+    shared["beside"] = str(beside.folder / "rank0") if beside is not None else ""
+    processes = [
+        start({**_plan(request, folder, rank, sources), **shared, "environment": environment})
+        for rank, environment in enumerate(_environments(workers))
+    ]
     try:
         _watch(run, processes, request.timeout_s)
     finally:
         (folder / "go").touch()
         _end(processes)
         run.left = put_back(folder)
-    run.codes = [process.returncode for process in processes]
     run.records = [read_record(folder / f"rank{rank}") for rank in range(workers)]
     run.seconds = time.perf_counter() - began
     run.training_s = max([float(run.end(rank).get("seconds", 0.0)) for rank in range(workers)])
@@ -136,8 +138,18 @@ def _plan(request: VerifyRequest, folder: Path, rank: int, sources: Sequence[Pat
         "sources": [str(source) for source in sources],
         "replicas": len(sources),
         "go": str(folder / "go"),
-        "parent": os.getpid(),
+        "log": str(folder / f"rank{rank}.log"),
     }
+
+
+def _environments(workers: int) -> list[dict[str, str]]:
+    """Returns the variables of each worker of a job."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(workers)}
+    shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
 
 
 def _own_folder(folder: Path, made: Path) -> Path:
@@ -162,33 +174,43 @@ def _reaching(argument: str) -> str:
     return f"{name}{equals}{path.resolve()}" if leaves else argument
 
 
-def _start(
-    plan: dict[str, Any], folder: Path, rank: int, workers: int, port: int, place: Path
-) -> subprocess.Popen[bytes]:
-    path = folder / f"plan{rank}.json"
-    path.write_text(json.dumps(plan), encoding="utf-8")
+@contextmanager
+def process_starter(folder: Path) -> Iterator[Starter]:
+    """Gives a function that starts a process of a run at once: a fork of one that has imported torch.
+
+    What that one prints goes to ``folder``. Its forks end with it.
+    """
     inherited = Environment().inherited()
     kept = {k: v for k, v in inherited.items() if not k.startswith(("PADDLE_", "TORCHELASTIC_", "SLURM_", "OMPI_"))}
+    paths = [str(Path(p).absolute()) for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p]
     env = {
         "OMP_NUM_THREADS": "1",
+        "FLEET_WAIT_LIMIT": "5",
         **kept,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONHASHSEED": "0",
-        "FLEET_WAIT_LIMIT": inherited.get("FLEET_WAIT_LIMIT", "5"),
+        "PYTHONPATH": os.pathsep.join([_package_folder(), *paths]),
     }
-    paths = [str(Path(p).absolute()) for p in kept.get("PYTHONPATH", "").split(os.pathsep) if p]
-    env["PYTHONPATH"] = os.pathsep.join([_package_folder(), *paths])
-    with (folder / f"rank{rank}.log").open("wb") as log:
-        command = [sys.executable, "-P", "-m", "fleet.verify.script_runner", str(path)]
-        return subprocess.Popen(
-            command, env=env, cwd=place, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
+    said = folder / "starter.log"
+    command = [sys.executable, "-P", "-m", "fleet.verify.script_runner"]
+    with (
+        said.open("wb") as log,
+        subprocess.Popen(
+            command, bufsize=0, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        ) as process,
+    ):
+        orders: Any = process.stdin
+        answers: Any = process.stdout
+
+        def start(plan: dict[str, Any]) -> int:
+            with suppress(BrokenPipeError):
+                orders.write(json.dumps(plan).encode() + b"\n")
+            answer = answers.readline()
+            if not answer:
+                raise FleetError(f"No process could be started:\n{said.read_text(encoding='utf-8')[-2000:]}")
+            return int(answer)
+
+        yield start
 
 
 def _package_folder() -> str:
@@ -198,19 +220,13 @@ def _package_folder() -> str:
     return str(Path(str(fleet.__file__)).absolute().parent.parent)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _watch(run: Run, processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _watch(run: Run, processes: Sequence[int], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     failed_since: float | None = None
     still_since, used = time.monotonic(), _used(processes)
     while True:
         done = [(run.folder / f"rank{rank}" / "done").exists() for rank in range(len(processes))]
-        over = [finished or process.poll() is not None for finished, process in zip(done, processes, strict=True)]
+        over = [finished or _has_ended(process) for finished, process in zip(done, processes, strict=True)]
         now = time.monotonic()
         if all(over):
             return
@@ -243,29 +259,35 @@ def _has_failed(run: Run, over: Sequence[bool]) -> bool:
     return False
 
 
-def _used(processes: Sequence[subprocess.Popen[bytes]]) -> list[float]:
-    """Returns the seconds of processor time that each process has used; 0 where the system does not say."""
-    found = []
-    for process in processes:
-        try:
-            words = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            found.append((int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
-        except (OSError, IndexError, ValueError):
-            found.append(time.monotonic())  # unknown: never taken for still
-    return found
+def _used(processes: Sequence[int]) -> list[float]:
+    """Returns the seconds of processor time that each process has used."""
+    ticks = [_facts(process)[11:13] for process in processes]
+    return [sum(map(int, of_one)) / os.sysconf("SC_CLK_TCK") for of_one in ticks]
 
 
-def _stacks(run: Run, processes: Sequence[subprocess.Popen[bytes]], over: Sequence[bool]) -> dict[int, list[str]]:
+def _has_ended(process: int) -> bool:
+    return _facts(process)[0] in "ZX"
+
+
+def _facts(process: int) -> list[str]:
+    """Returns what the system says of a process, its state first; the starter keeps one that has ended as a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return ["X", *["0"] * 20]
+
+
+def _stacks(run: Run, processes: Sequence[int], over: Sequence[bool]) -> dict[int, list[str]]:
     """Returns the frames of each process that still runs, innermost first, as file:line."""
     found: dict[int, list[str]] = {}
     for rank, process in enumerate(processes):
-        if over[rank] or process.poll() is not None:
+        if over[rank] or _has_ended(process):
             continue
         path = run.folder / f"rank{rank}" / "stacks.txt"
         if not path.exists():
             continue
         before = path.stat().st_size
-        process.send_signal(signal.SIGUSR1)
+        os.kill(process, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
         while path.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -284,11 +306,11 @@ def _is_waiting(frames: Sequence[str]) -> bool:
     return any(part in frame for frame in frames[:4] for part in _WAITING)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[int]) -> None:
+    """Returns once the processes have ended; those that have not after a while are killed."""
     deadline = time.monotonic() + 3.0
-    for process in processes:
-        try:
-            process.wait(max(0.05, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    while not all(map(_has_ended, processes)):
+        for process in processes if time.monotonic() > deadline else ():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)

@@ -14,7 +14,7 @@ from typing import Any
 from fleet.checks.broken_exchange import lost_a_peer
 from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
-from fleet.verify.paired_runs import Run, VerifyRequest, start_run
+from fleet.verify.paired_runs import Run, Starter, VerifyRequest, process_starter, start_run
 from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
@@ -43,7 +43,8 @@ def compare_runs(request: VerifyRequest, keep: Path | None = None) -> Report:
     folder = Path(tempfile.mkdtemp(prefix="fleet-verify-")) if keep is None else keep
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _Judge(request, folder).report()
+        with process_starter(folder) as start:
+            return _Judge(request, folder, start).report()
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -52,8 +53,8 @@ def compare_runs(request: VerifyRequest, keep: Path | None = None) -> Report:
 class _Judge:
     """Makes the runs one after the other, each only where the one before leaves the question open."""
 
-    def __init__(self, request: VerifyRequest, folder: Path) -> None:
-        self.request, self.folder = request, folder
+    def __init__(self, request: VerifyRequest, folder: Path, start: Starter) -> None:
+        self.request, self.folder, self.start = request, folder, start
         self.notes: list[str] = []
         self.timings: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
@@ -86,7 +87,7 @@ class _Judge:
         )
 
     def _judge(self) -> None:
-        many = start_run(self.request, self.folder / "many", self.request.workers)
+        many = start_run(self.start, self.request, self.folder / "many", self.request.workers)
         self._note_run("workers", many)
         if many.late:
             raise _NotComparable(self._late(many))
@@ -103,8 +104,8 @@ class _Judge:
 
         def run_alone(name: str, noise: float = 0.0, beside: Run | None = None) -> Run:
             made = start_run(
-                self.request, self.folder / name, 1, sources=sources, rates=_rates(many), synced=_synced(many, job),
-                noise=noise, beside=beside,
+                self.start, self.request, self.folder / name, 1, sources=sources, rates=_rates(many),
+                synced=_synced(many, job), noise=noise, beside=beside,
             )  # fmt: skip
             self._note_run(name, made)
             return made
@@ -229,7 +230,7 @@ class _Judge:
     def _again(self, many: Run) -> list[Finding]:
         """Runs the workers once more, with the same seeds; what differs then is not seeded."""
         request = dataclasses.replace(self.request, steps=min(2, self.request.steps))
-        again = start_run(request, self.folder / "again", self.request.workers)
+        again = start_run(self.start, request, self.folder / "again", self.request.workers)
         self._note_run("again", again)
         for rank in range(len(many.records)):
             batches = zip(many.of_kind(rank, "batch"), again.of_kind(rank, "batch"), strict=False)

@@ -20,8 +20,9 @@ from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.running import running_session
 from fleet.verify.draw_replay import Draws
 from fleet.verify.loader_replay import ReplayedBatches
-from fleet.verify.record_files import RecordFile, load_tensors, save_tensors
+from fleet.verify.record_files import RecordFile
 from fleet.verify.tensor_digest import content, rows_digest, whole_digest
+from fleet.verify.tensor_files import load_tensors, save_tensors
 
 __all__ = ["Recording", "StopTraining"]
 

@@ -1,7 +1,7 @@
-"""``python -m fleet.verify.script_runner PLAN``: runs a script as one process of a comparison.
+"""``python -m fleet.verify.script_runner``: runs a script as processes of a comparison.
 
-``PLAN`` is a JSON file: script, arguments, folder for the record, steps, strategy file, folders of the workers' records
-(for the single process), learning rates.
+Each line of its input is a plan in JSON: script, arguments, variables, folder for the record, steps, strategy file,
+folders of the workers' records (for the single process), learning rates. A process that has torch is forked for it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch._dynamo  # an optimizer imports it when it is made; here once for all processes
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fleet import facade
 from fleet.checks.roll_call import RollCall
+from fleet.env import export
 from fleet.options import DistributedStrategy
 from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
@@ -42,10 +44,11 @@ from fleet.strategies.pipeline.step import PipelineStep
 from fleet.trackers.run_log import RunLog
 from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
-from fleet.verify.loader_replay import ReplayedBatches, install_batches, is_library, user_site
+from fleet.verify.loader_replay import ReplayedBatches, install_batches
 from fleet.verify.number_findings import until_lost
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
+from fleet.verify.user_lines import is_library, user_site
 
 # What only says how the work is divided or exchanged: one process trains without it.
 DIVIDING = (
@@ -68,9 +71,36 @@ _COLLECTIVES = (
 _PARENT_AWAY_S = 600.0
 
 
-def main(argv: list[str]) -> int:
-    """Runs the script of the plan in ``argv[0]``."""
-    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+def main() -> None:
+    """Starts a process for each plan and prints its id; ends them when there are no more plans."""
+    started: list[int] = []
+    for line in sys.stdin:
+        parent, process = os.getpid(), os.fork()
+        if not process:
+            _become(json.loads(line) | {"parent": parent})
+        started.append(process)
+        print(process, flush=True)
+    for process in started:  # one that has ended is kept as a zombie until now, so that its id stays its own
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _become(plan: dict[str, Any]) -> NoReturn:
+    """Makes this process the one of ``plan``."""
+    try:
+        with open(plan["log"], "wb") as log, open(os.devnull, "rb") as nothing:
+            for own, file in ((0, nothing), (1, log), (2, log)):
+                os.dup2(file.fileno(), own)
+        os.chdir(plan["place"])
+        export(plan["environment"])
+        _train(plan)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _train(plan: dict[str, Any]) -> NoReturn:
+    """Runs the script of ``plan``, and ends this process when the others need it no more."""
     rank = plan["rank"]
     record = RecordFile(Path(plan["folder"]))
     stacks = (record.folder / "stacks.txt").open("w", encoding="utf-8")
@@ -339,4 +369,4 @@ def _in_parts(original: Callable[..., Tensor], plan: dict[str, Any], recording: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleet.checks.broken_exchange import lost_a_peer
-from fleet.verify.loader_replay import is_library
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
+from fleet.verify.user_lines import is_library
 
 __all__ = ["failed_by_itself", "uneven_steps", "waiting_findings"]
 

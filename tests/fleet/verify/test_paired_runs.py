@@ -1,11 +1,14 @@
 """Runs have folders of their own, and arguments that leave the folder still reach what they name."""
 
 import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from fleet.verify.paired_runs import _frame, _own_folder, _reaching
+from fleet.errors import FleetError
+from fleet.verify.paired_runs import VerifyRequest, _frame, _has_ended, _own_folder, _plan, _reaching, process_starter
 
 
 def test_what_a_run_writes_stays_in_its_folder(tmp_path: Path) -> None:
@@ -27,3 +30,27 @@ def test_arguments_that_leave_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_line_of_a_stack_is_a_place() -> None:
     assert _frame('  File "train.py", line 12 in main') == "train.py:12"
+
+
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_python_that_does_not_start_says_why(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(FleetError, match="no torch here"), process_starter(tmp_path) as start:
+        start({"a plan": "x" * length})
+
+
+def test_processes_end_with_their_starter(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time\n\nprint('sleeps', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "rank0.log").touch()
+    plan = _plan(VerifyRequest(script=script), tmp_path, 0, [])
+    plan |= {"place": str(tmp_path), "environment": {}, "rates": {}, "synced": False, "noise": 0.0, "beside": ""}
+    with process_starter(tmp_path) as start:
+        process = start(plan)
+        while "sleeps" not in (tmp_path / "rank0.log").read_text():
+            assert not _has_ended(process)
+            time.sleep(0.05)
+    assert _has_ended(process)

@@ -19,7 +19,9 @@ def reason(folder: Path, *errors: str) -> str:
     """Returns why workers that ended with these errors are not compared."""
     records = [[{"kind": "end", "how": "failed" if error else "ended", "error": error}] for error in errors]
     with pytest.raises(_NotComparable) as caught:
-        _Judge(VerifyRequest(script=folder / "x.py"), folder)._need_end(Run(folder=folder, records=records))
+        _Judge(VerifyRequest(script=folder / "x.py"), folder, lambda plan: 0)._need_end(
+            Run(folder=folder, records=records)
+        )
     return str(caught.value)
 
 

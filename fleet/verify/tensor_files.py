@@ -1,0 +1,74 @@
+"""Tensors beside a record, in files without pickle, and batches as JSON and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["load_tensors", "pack", "save_tensors", "unpack"]
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors; formats that numpy lacks are written as their bytes, with the dtype in the name."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        dtype = str(plain.dtype).removeprefix("torch.")
+        known = dtype in ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+        array = plain.numpy() if known else plain.view(torch.int16).numpy()
+        arrays[f"{name}|{dtype}"] = array
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the names for allow_pickle
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Returns what :func:`save_tensors` wrote."""
+    found = {}
+    with np.load(path, allow_pickle=False) as arrays:
+        for key in arrays.files:
+            name, _, dtype = key.partition("|")
+            tensor = torch.from_numpy(arrays[key])
+            wanted = getattr(torch, dtype)
+            found[name] = tensor if tensor.dtype == wanted else tensor.view(wanted)
+    return found
+
+
+def pack(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns the structure of a batch as JSON has it; its tensors are appended to ``tensors``.
+
+    Raises:
+        TypeError: the batch holds an object of another kind.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, np.ndarray):
+        tensors.append(torch.from_numpy(np.ascontiguousarray(value)))
+        return {"array": len(tensors) - 1}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if isinstance(value, Mapping):
+        return {"mapping": {str(key): pack(one, tensors) for key, one in value.items()}}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return {type(value).__name__: [pack(one, tensors) for one in value]}
+    raise TypeError(f"a {type(value).__name__} in the batches of a DataLoader")
+
+
+def unpack(made: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+    """Returns the batch that :func:`pack` took apart."""
+    ((kind, inside),) = made.items()
+    if kind == "tensor":
+        return tensors[inside]
+    if kind == "array":
+        return tensors[inside].numpy()
+    if kind == "value":
+        return inside
+    if kind == "mapping":
+        return {key: unpack(one, tensors) for key, one in inside.items()}
+    rows = [unpack(one, tensors) for one in inside]
+    return tuple(rows) if kind == "tuple" else rows
