@@ -61,7 +61,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile
 
 test-slow: $(READY)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
 
 test-long: $(READY)
 	$(PY) -m pytest -m long

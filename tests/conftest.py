@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -38,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about ten seconds; the quick run leaves it out")
     config.addinivalue_line("markers", "long: takes more than ten minutes by itself; runs with `make test-long` only")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps what the run imports and collects, a million objects, out of the sight of the garbage collector."""
+    gc.disable()
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fleet
-from tests.helpers.sources import ROOT, imports_of, python_files
+from tests.helpers.sources import imports_of, nodes_of, python_files
 from tests.test_readme import FENCED, TEXTS, api, read
 
 GUIDES = [path for path in TEXTS if path.parts[0] in ("README.md", "README.zh-CN.md", "docs", "examples")]
@@ -57,7 +57,7 @@ def test_examples_use_public_names_only() -> None:
     used = {
         f"fleet.{node.attr}"
         for path in paths
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fleet"
     }
     assert used - public() == {"fleet.util"}

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -17,11 +18,12 @@ from tests.helpers.sources import (
     ROOT,
     Import,
     dotted,
+    imported_by,
     imports_of,
     module_name,
+    nodes_of,
     project_files,
     python_files,
-    syntax_tree,
 )
 
 MAX_CODE_LINES = 400
@@ -67,7 +69,7 @@ NOT_ASCII: set[str] = set()
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yields name, number of lines, and the same without the docstring, of every function of a file."""
-    for node in ast.walk(syntax_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
@@ -75,9 +77,9 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
             yield f"{path}:{node.lineno} {node.name}", lines, lines - text
 
 
-def code_lines(text: str, tree: ast.Module) -> list[int]:
+def code_lines(text: str, nodes: Iterable[ast.AST]) -> list[int]:
     """Returns the numbers of the lines of code: docstrings, comments, imports and blank lines do not count."""
-    words = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) or _is_text(node)]
+    words = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) or _is_text(node)]
     left_out = {line for node in words for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines = enumerate(text.splitlines(), start=1)
     return [n for n, line in lines if n not in left_out and line.strip() and not line.lstrip().startswith("#")]
@@ -101,14 +103,14 @@ def test_the_folders_on_top_are_reached_through_links(name: str) -> None:
 
 def test_files_are_short() -> None:
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in python_files()}
-    sizes = {str(path): len(code_lines(text, syntax_tree(path))) for path, text in texts.items()}
+    sizes = {str(path): len(code_lines(text, nodes_of(path))) for path, text in texts.items()}
     assert {name: size for name, size in sizes.items() if size > MAX_CODE_LINES} == {}
 
 
 def test_code_lines_are_what_is_left_without_words_and_imports() -> None:
     words = '"""A docstring\n\nof three lines."""\n\nimport ast  # here\nfrom re import (\n    sub,\n)\n'
     text = f"{words}\n# why\nx = [\n    1,\n]\n"
-    assert code_lines(text, ast.parse(text)) == [11, 12, 13]
+    assert code_lines(text, ast.walk(ast.parse(text))) == [11, 12, 13]
 
 
 def test_functions_are_short() -> None:
@@ -226,7 +228,7 @@ def test_everything_is_imported_through_the_package() -> None:
 def environment_uses(path: Path) -> Iterator[str]:
     """Yields where a file touches the process environment."""
     names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
-    for node in ast.walk(syntax_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and dotted(node) in names:
             yield f"{path}:{node.lineno} {dotted(node)}"
     for found in imports_of(path):
@@ -257,16 +259,22 @@ def test_nothing_needs_a_newer_python() -> None:
     used = [
         f"{path}:{node.lineno} {dotted(node)}"
         for path in python_files()
-        for node in ast.walk(syntax_tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and dotted(node) in NEWER_THAN_3_10
     ]
     groups = [
         f"{path}:{node.lineno} {node.id}"
         for path in python_files()
-        for node in ast.walk(syntax_tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Name) and node.id in ("ExceptionGroup", "BaseExceptionGroup")
     ]
     assert imported + used + groups == []
+
+
+@cache
+def files_beside(folder: Path) -> tuple[Path, ...]:
+    """Returns the test files that lie in a folder itself."""
+    return tuple(test for test in python_files("tests") if test.parent == folder and test.stem.startswith("test_"))
 
 
 def covering_tests(path: Path) -> list[str]:
@@ -277,13 +285,10 @@ def covering_tests(path: Path) -> list[str]:
     folders = [Path("tests") / folder for folder in (path.parent, *path.parent.parents[:-1])]
     return [
         test.as_posix()
-        for test in python_files("tests")
-        if test.parent in folders
-        and test.stem.startswith("test_")
-        and (
-            (test.parent == folders[0] and test.stem == f"test_{path.stem.strip('_')}")
-            or any(found.within(module_name(path)) for found in imports_of(test))
-        )
+        for folder in folders
+        for test in files_beside(folder)
+        if (folder == folders[0] and test.stem == f"test_{path.stem.strip('_')}")
+        or module_name(path) in imported_by(test)
     ]
 
 
@@ -312,9 +317,7 @@ def named_twice(places: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
 
 def test_a_class_name_stands_for_one_thing() -> None:
     paths = python_files("fleet", "strategies", "launch")
-    classes = [
-        (node.name, path) for path in paths for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [(node.name, path) for path in paths for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     twice = named_twice(classes)
     assert {name: paths for name, paths in twice.items() if name not in SHARED_CLASS_NAMES} == {}
     assert set(SHARED_CLASS_NAMES) - set(twice) == set(), "an entry of SHARED_CLASS_NAMES is not needed any more"

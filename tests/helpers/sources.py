@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,28 @@ def python_files(*folders: str) -> list[Path]:
 @cache
 def syntax_tree(path: Path) -> ast.Module:
     """Returns the syntax tree of a file; ``path`` is relative to the root."""
+    return _trees()[path] if path in _trees() else _parsed(path)
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    """All at once and out of the sight of the garbage collector, which would take longer than the parser."""
+    gc.disable()
+    try:
+        return {path: _parsed(path) for path in python_files()}
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _parsed(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Returns every node of a file's syntax tree, in the order of ``ast.walk``."""
+    return tuple(ast.walk(syntax_tree(path)))
 
 
 def module_name(path: Path) -> str:
@@ -64,8 +86,15 @@ def imports_of(path: Path) -> tuple[Import, ...]:
     return tuple(_imports(path))
 
 
+@cache
+def imported_by(path: Path) -> frozenset[str]:
+    """Returns what a file imports, and everything that this lies in: ``a.b.c`` counts as ``a.b`` and as ``a`` too."""
+    targets = [found.target.split(".") for found in imports_of(path)]
+    return frozenset(".".join(parts[:size]) for parts in targets for size in range(1, len(parts) + 1))
+
+
 def _imports(path: Path) -> Iterator[Import]:
-    for node in ast.walk(syntax_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, path, node.lineno)
@@ -81,7 +110,7 @@ def _imports(path: Path) -> Iterator[Import]:
 
 def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """Yields every call of a file with its dotted name as written; ``""`` where the callee is no dotted name."""
-    for node in ast.walk(syntax_tree(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
             yield _called(node), node
 

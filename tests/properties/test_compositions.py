@@ -35,7 +35,7 @@ from tests.properties.oracle import Oracle
 from tests.properties.script import script_of
 
 QUICK, ALL = 200, 5200
-PLANNED, ALL_PLANNED = 20, 400
+PLANNED, MORE_PLANNED, ALL_PLANNED = 20, 80, 400
 PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
@@ -65,7 +65,12 @@ def test_compositions_divided_by_a_plan() -> None:
 
 @pytest.mark.slow
 def test_more_compositions_divided_by_a_plan() -> None:
-    check(run(range(PLANNED, ALL_PLANNED), seed=0, drawn=planned))
+    check(run(range(PLANNED, MORE_PLANNED), seed=0, drawn=planned))
+
+
+@pytest.mark.long
+def test_all_compositions_divided_by_a_plan() -> None:
+    check(run(range(MORE_PLANNED, ALL_PLANNED), seed=0, drawn=planned))
 
 
 def test_the_plans_reach_everything() -> None:

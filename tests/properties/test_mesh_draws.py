@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.meshes import Mesh, train_alone
 from tests.properties.mesh_draws import AXES, RULES, Report, draw, judge, run
 
-SMALL, QUICK, ALL, LARGE = (1, 2, 4), 12, 80, 12
+SMALL, QUICK, MORE, ALL, LARGE = (1, 2, 4), 12, 24, 80, 12
 STEPS = 2
 
 
@@ -27,7 +27,12 @@ def test_drawn_meshes() -> None:
 
 @pytest.mark.slow
 def test_more_drawn_meshes() -> None:
-    check(run(draw(number, 0, SMALL) for number in range(QUICK, ALL)))
+    check(run(draw(number, 0, SMALL) for number in range(QUICK, MORE)))
+
+
+@pytest.mark.long
+def test_all_drawn_meshes() -> None:
+    check(run(draw(number, 0, SMALL) for number in range(MORE, ALL)))
 
 
 @pytest.mark.slow
