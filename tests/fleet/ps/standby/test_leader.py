@@ -15,12 +15,13 @@ from tests.fleet.ps.standby.test_pair import SECOND, duo
 
 def test_a_silent_standby_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen standby keeps its line; the server says for whom its workers wait."""
-    monkeypatch.setattr("fleet.ps.standby.leader.LINE_S", 0.2)
+    monkeypatch.setattr("fleet.ps.standby.follower.BEAT_S", 3.0)
+    monkeypatch.setattr("fleet.ps.standby.leader.LINE_S", 1.0)  # the line ends after ten times that
     with duo(tmp_path) as pair:
         pair.client()
         feed = pair.leader._feed
         assert feed is not None
-        until(lambda: any(f"its standby at {SECOND} is silent for 0.2 s" in line for line in pair.lines))
+        until(lambda: any(f"its standby at {SECOND} is silent for 1 s" in line for line in pair.lines))
 
 
 def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
