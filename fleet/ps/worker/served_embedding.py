@@ -148,6 +148,10 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             finally:
                 self.weight.data = kept
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lookup.source = None  # a copy has the rows in its weight, and is changed and averaged as in plain torch
+
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""
         weight = self.weight.detach().to("cpu", torch.float32).numpy()
