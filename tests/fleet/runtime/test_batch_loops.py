@@ -188,3 +188,24 @@ def test_loops_of_one_batch_are_saved_before_the_next_one(make: Any, tmp_path: P
     model, optimizer, data, checkpoint = start(tmp_path, make, every=2)
     assert checkpoint.step == 4
     assert first[: 4 * SIZE] + train(model, optimizer, data, COUNT) == list(range(COUNT))
+
+
+def test_an_epoch_that_the_script_alone_counts_is_kept(tmp_path: Path) -> None:
+    """Without ``set_epoch`` the data stays in epoch 0; a resumed run repeated the epochs before."""
+
+    def run(steps: int) -> list[int]:
+        model, optimizer, data, checkpoint = start(tmp_path, parquet, every=2)
+        seen: list[int] = []
+        for epoch in range(checkpoint.epoch, 2):
+            for batch in data:
+                seen += step_on(model, optimizer, batch["n"])
+                if len(seen) == steps * SIZE:
+                    return seen
+            checkpoint.save(epoch=epoch + 1)
+        return seen
+
+    epoch = list(range(COUNT))
+    first = run(COUNT // SIZE + 5)
+    assert first == epoch + epoch[: 5 * SIZE]
+    fleet.fleet.session.close()
+    assert run(COUNT) == epoch[4 * SIZE :]
