@@ -280,9 +280,10 @@ class ModuleHooks:
         if not self._parameters or not torch.is_grad_enabled():
             return
         # Parameters that were frozen until now get their hook here.
-        for name, parameter in self._parameters:
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(partial(self._gradient, Place("parameter", name))))
+        with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows takes no hooks of scripts
+            for name, parameter in self._parameters:
+                if parameter.requires_grad:
+                    self._handles.append(parameter.register_hook(partial(self._gradient, Place("parameter", name))))
         self._parameters = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
 
     def _before(self, name: str, module: nn.Module, inputs: Any, keywords: Any) -> None:

@@ -140,7 +140,7 @@ class Checkpoint:
 
         Args:
             epoch: the epoch to begin with after a restart; at the end of an epoch, the next one. The default is
-                ``data.epoch`` where ``data`` has one, and the attribute ``epoch`` otherwise.
+                the attribute ``epoch``, or ``data.epoch`` where that is later.
             wait: return once it is on disk, even with ``asynchronous``.
 
         Raises:
@@ -153,7 +153,8 @@ class Checkpoint:
             _check_number("Checkpoint.save", "epoch", epoch, 0)
         _check_switch("Checkpoint.save", "wait", wait)
         self._take_folder()
-        self.epoch = epoch if epoch is not None else int(getattr(self._data, "epoch", self.epoch))
+        # Data whose set_epoch() the loop does not call stays in epoch 0, whatever the script has counted.
+        self.epoch = epoch if epoch is not None else max(self.epoch, int(getattr(self._data, "epoch", 0)))
         self._session.beat(pause=True)  # writing may take longer than a step
         self._session.meet("Checkpoint.save()")
         reports = self._agree(self._background.finish())

@@ -147,7 +147,6 @@ class ElasticSampler(Sampler[int]):
         if session is None:
             yield from recorded()
             return
-        session.loops.after_batch(self)
         yield from session.loops.over(self, recorded())
 
     def __iter__(self) -> Iterator[int]:

@@ -16,7 +16,8 @@ class BatchLoops:
     """The loops of one session.
 
     A loop over something of Fleet's says when it asks for its next batch (:meth:`over`). Any other loop begins a batch
-    with the model's next forward, and has then taken it from its data already: ``holds_untrained`` says so.
+    with the model's next forward. Where the position of other data is saved, that data may have given its next batch
+    already: in such a loop, and where ``zip`` asks one after the other. ``holds_untrained`` says so.
 
     Args:
         health: returns the health of this worker, None where nobody asks it to stop.
@@ -33,16 +34,24 @@ class BatchLoops:
 
         ``data`` is what the loop goes over, where that is known.
         """
-        for checkpoint in self.checkpoints:
-            checkpoint.save_when_due(data)
-        health = self._health()
-        if health is not None:
-            health.leave_when_preempted()
+        self.holds_untrained = True
+        try:
+            for checkpoint in self.checkpoints:
+                checkpoint.save_when_due(data)
+            health = self._health()
+            if health is not None:
+                health.leave_when_preempted()
+        finally:
+            self.holds_untrained = False
 
     def over(self, data: object, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields ``batches`` of ``data``; between two of them comes :meth:`after_batch`."""
+        """Yields ``batches`` of ``data``; before each of them, and after the last, comes :meth:`after_batch`.
+
+        Before the first one too: a loop may end with a batch and never ask for another, as ``next(iter(data))`` does.
+        """
         self._running += 1
         try:
+            self.after_batch(data)
             for batch in batches:
                 yield batch
                 self.after_batch(data)
@@ -51,10 +60,5 @@ class BatchLoops:
 
     def before_forward(self) -> None:
         """Called before a forward that trains."""
-        if not self.checkpoints or self._running:
-            return
-        self.holds_untrained = True
-        try:
+        if self.checkpoints and not self._running:
             self.after_batch()
-        finally:
-            self.holds_untrained = False

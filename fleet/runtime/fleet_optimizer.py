@@ -299,9 +299,10 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         """Returns whether a gradient arrived since the last step or clear."""
         if not self._counted:  # nothing has counted so far
             self._filled = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
-        for parameter in self.parameters():
-            if parameter.requires_grad and parameter not in self._counted:
-                self._counted[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows takes no hooks of scripts
+            for parameter in self.parameters():
+                if parameter.requires_grad and parameter not in self._counted:
+                    self._counted[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
         return self._filled or self.has_new_gradients()
 
     def _note_gradient(self, parameter: Tensor) -> None:

@@ -21,7 +21,7 @@ from fleet.ps.table.rules import Rule
 from fleet.ps.worker.embedding import scale_gradient
 from fleet.ps.worker.lookup import RowLookup
 from fleet.ps.worker.row_replicas import OLD_S
-from fleet.ps.worker.served_weight import WatchesWeight, as_plain
+from fleet.ps.worker.served_weight import WatchesWeight, as_plain, no_hook
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
 
@@ -156,6 +156,11 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             finally:
                 self.weight.data = kept
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has the rows in its weight, and is changed and averaged as in plain torch.
+        self.lookup = self._new_lookup(keeps_shows=self.lookup.keeps_shows)
+
     def initial_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns ids and weights in pieces, to be added to the table."""
         weight = self.weight.detach().to("cpu", torch.float32).numpy()
@@ -211,7 +216,11 @@ def check_embeddings(model: nn.Module) -> None:
             )
         used.setdefault(id(parameter), name)
     for name, module in model.named_modules():
-        if not _is_sparse(module):
+        if not _is_sparse(module) and not isinstance(module, WatchesWeight):
+            continue
+        if _has_hooks_of_the_script(module.weight):
+            raise UnsupportedOptionError(no_hook(f"{type(module).__name__} {name!r}"))
+        if isinstance(module, WatchesWeight) and not _is_sparse(module):
             continue
         if type(module) not in (nn.Embedding, ServedEmbedding):
             raise UnsupportedOptionError(
@@ -239,6 +248,11 @@ def serve_embeddings(model: nn.Module) -> None:
 def has_rows(model: nn.Module) -> bool:
     """Returns whether ``model`` has embeddings whose rows are on servers once it trains with them."""
     return any(_is_sparse(m) or isinstance(getattr(m, "lookup", None), RowLookup) for m in model.modules())
+
+
+def _has_hooks_of_the_script(weight: Tensor) -> bool:
+    hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
+    return any(not (getattr(hook, "func", hook).__module__ or "").startswith("fleet.") for hook in hooks)
 
 
 def _is_sparse(module: nn.Module) -> bool:

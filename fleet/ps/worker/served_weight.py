@@ -21,18 +21,19 @@ from fleet.errors import ConfigError, OptionWarning
 if TYPE_CHECKING:
     from fleet.ps.worker.lookup import RowLookup
 
-__all__ = ["ServedWeight", "WatchesWeight", "as_plain"]
+__all__ = ["ServedWeight", "WatchesWeight", "as_plain", "no_hook"]
 
 MANY_ROWS = 1 << 16
 as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which the weight is an ordinary tensor
 
-# Functions that describe a tensor, or attach something to it, and read no value of it.
+# Functions that describe a tensor and read no value of it.
 _DESCRIBES = frozenset((
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device",
-    "data_ptr", "untyped_storage", "requires_grad_", "retain_grad", "register_hook",
-    "register_post_accumulate_grad_hook", "__len__", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
+    "data_ptr", "untyped_storage", "requires_grad_", "retain_grad", "__len__",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "_has_compatible_shallow_copy_type",
 ))  # fmt: skip
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes with values; the others describe
 # Functions that show that a weight is empty.
 _SHOWS = frozenset(("data", "detach", "clone", "to", "cpu", "cuda", "contiguous", "__repr__", "__format__"))
@@ -96,6 +97,8 @@ class ServedWeight(nn.Parameter):
         if module is None or not module.lookup.trains():
             return
         label = module.lookup.label
+        if name in _HOOKS:
+            raise ConfigError(no_hook(label))
         if is_changed:
             raise ConfigError(
                 f"{label}: {name} would change its weight here, but the rows are on the parameter servers. Set weights "
@@ -118,6 +121,15 @@ class ServedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})  # the module knows what it is
+
+
+def no_hook(label: str) -> str:
+    """Returns the message for a hook on the gradient of a weight that stands for rows."""
+    return (
+        f"{label}: a hook on its weight would see no gradient of a lookup: the gradients of rows go to the parameter "
+        "servers. Hook the rows that the lookup returns (rows = embedding(ids); rows.register_hook(...)), or use "
+        "nn.Embedding(sparse=False)."
+    )
 
 
 @lru_cache(maxsize=512)  # a step reads .grad, .device and .requires_grad several times

@@ -142,3 +142,70 @@ def test_the_loop_over_an_evaluation_set_saves_nothing(tmp_path: Path) -> None:
         if number == 2:
             break
     assert checkpoint.step == 3
+
+
+def step_on(model: Any, optimizer: Any, values: torch.Tensor) -> list[int]:
+    model(values[:, None].float()).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found: list[int] = values.tolist()
+    return found
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loop_beside_one_of_fleets_keeps_the_batch_it_holds(is_first: bool, tmp_path: Path) -> None:
+    """``zip`` takes the loader's batch before it asks the other loop, which is where the checkpoint is written."""
+
+    def run(steps: int) -> tuple[list[int], Any]:
+        model, optimizer, data, checkpoint = start(tmp_path, loader, every=2)
+        other = parquet(tmp_path)
+        seen: list[int] = []
+        for pair in zip(data, other, strict=False) if is_first else zip(other, data, strict=False):
+            seen += step_on(model, optimizer, pair[0 if is_first else 1])
+            if len(seen) == steps * SIZE:
+                break
+        return seen, checkpoint
+
+    first, _ = run(5)
+    fleet.fleet.session.close()
+    again, checkpoint = run(COUNT)
+    assert checkpoint.step - len(again) // SIZE == 4
+    assert first[: 4 * SIZE] + again == list(range(COUNT))
+
+
+@pytest.mark.parametrize("make", [parquet, stream])
+def test_loops_of_one_batch_are_saved_before_the_next_one(make: Any, tmp_path: Path) -> None:
+    """``next(iter(data))`` ends each loop with its first batch, so it never asks for another."""
+    model, optimizer, data, _ = start(tmp_path, make, every=2)
+
+    def take() -> torch.Tensor:
+        batch = next(iter(data))
+        found: torch.Tensor = batch["n"] if isinstance(batch, dict) else batch
+        return found
+
+    first = [number for _ in range(5) for number in step_on(model, optimizer, take())]
+    fleet.fleet.session.close()
+    model, optimizer, data, checkpoint = start(tmp_path, make, every=2)
+    assert checkpoint.step == 4
+    assert first[: 4 * SIZE] + train(model, optimizer, data, COUNT) == list(range(COUNT))
+
+
+def test_an_epoch_that_the_script_alone_counts_is_kept(tmp_path: Path) -> None:
+    """Without ``set_epoch`` the data stays in epoch 0; a resumed run repeated the epochs before."""
+
+    def run(steps: int) -> list[int]:
+        model, optimizer, data, checkpoint = start(tmp_path, parquet, every=2)
+        seen: list[int] = []
+        for epoch in range(checkpoint.epoch, 2):
+            for batch in data:
+                seen += step_on(model, optimizer, batch["n"])
+                if len(seen) == steps * SIZE:
+                    return seen
+            checkpoint.save(epoch=epoch + 1)
+        return seen
+
+    epoch = list(range(COUNT))
+    first = run(COUNT // SIZE + 5)
+    assert first == epoch + epoch[: 5 * SIZE]
+    fleet.fleet.session.close()
+    assert run(COUNT) == epoch[4 * SIZE :]

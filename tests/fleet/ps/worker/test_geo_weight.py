@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fleet
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning
@@ -219,15 +220,25 @@ def test_gradients_add_up_until_the_step_and_are_dropped_by_zero_grad() -> None:
     own.session.close()
 
 
-def test_a_copy_of_the_model_reads_the_rows_that_are_trained() -> None:
+def test_a_copy_of_the_model_keeps_its_rows_and_can_be_averaged() -> None:
     own, model, optimizer = alone()
     net, plain_optimizer = plain()
-    twin = copy.deepcopy(model.module)
-    for step in range(2):
+    train(model, optimizer, 0)
+    train(net, plain_optimizer, 0)
+    averages = [AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (model, net)]
+    twins = [copy.deepcopy(model.module), copy.deepcopy(net)]
+    for step in (1, 2):
         train(model, optimizer, step)
         train(net, plain_optimizer, step)
-    found = twin.emb(torch.arange(ROWS))
-    torch.testing.assert_close(found.detach(), net.emb.weight.detach(), atol=1e-6, rtol=0)
+        for average, one in zip(averages, (model, net), strict=True):
+            average.update_parameters(one)
+    with torch.no_grad():
+        twins[0].emb.weight[1] = 7.0
+        twins[1].emb.weight[1] = 7.0
+    for found, wanted in (twins, [average.module for average in averages]):
+        rows = [getattr(one, "module", one).emb(torch.arange(ROWS)).detach() for one in (found, wanted)]
+        torch.testing.assert_close(rows[0], rows[1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.emb.weight.detach(), net.emb.weight.detach(), atol=1e-6, rtol=0)
     own.stop_worker()
     own.session.close()
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fleet
-from fleet.errors import ConfigError, OptionWarning
+from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.worker import served_weight as _served_weight
 from tests.helpers.served import run_job
@@ -275,5 +275,39 @@ def test_weight_decay_penalises_the_rows_of_the_batch_once() -> None:
     optimizer.step()
     rows = net[0].lookup_rows(torch.tensor([1, 2, 3]))[:, 0]
     torch.testing.assert_close(rows / rows[2], torch.tensor([0.9, 0.9, 1.0]))
+    own.stop_worker()
+    own.session.close()
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_rows_is_refused(name: str) -> None:
+    """It would never be called: nothing that a lookup gets reaches the weight's gradient."""
+
+    def hooked(net: Net, where: str) -> Net:
+        getattr(net.get_parameter(where), name)(lambda gradient: gradient)
+        return net
+
+    def job(own: Fleet, net: Net) -> tuple[Any, Any]:
+        strategy = fleet.DistributedStrategy()
+        strategy.a_sync = False
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1), strategy)
+        model = own.distributed_model(net)
+        own.init_worker()
+        return model, optimizer
+
+    own = Fleet()
+    own.init(log_level="ERROR")
+    with pytest.raises(UnsupportedOptionError, match="hook on its weight"):
+        job(own, hooked(Net(), "emb.weight"))
+    own.session.close()
+    own = Fleet()
+    own.init(log_level="ERROR")
+    net = hooked(Net(), "age.weight")
+    model, optimizer = job(own, net)
+    with pytest.raises(ConfigError, match="hook on its weight"):
+        hooked(net, "emb.weight")
+    ids, target = data()[0]
+    F.mse_loss(model(ids), target).backward()
+    optimizer.step()  # Fleet's own hooks are not the script's
     own.stop_worker()
     own.session.close()
