@@ -58,7 +58,7 @@ demo-gpt: $(READY)
 
 # Two processes, a file of tests at a time; each test's own processes share the machine with those of one other.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=3 --dist=loadfile
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
