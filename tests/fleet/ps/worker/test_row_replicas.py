@@ -125,6 +125,26 @@ def test_training_does_not_run_ahead_of_what_is_sent(merge: int, monkeypatch: py
     own.session.close()
 
 
+def test_an_answer_from_before_a_barrier_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as service:
+        client = service.client(0, tables={0: SPARSE})
+        weight = torch.zeros(ROWS, SPARSE.dim)
+        replicas = RowReplicas(client, {0: weight})
+        watch = client.watch
+
+        def slowly(table_ids: Any) -> Any:
+            found = watch(table_ids)
+            client.wait(client.push({0: gradient([5])}))  # another worker's, before the barrier
+            replicas.expire()
+            monkeypatch.undo()
+            return found
+
+        monkeypatch.setattr(client, "watch", slowly)
+        replicas.receive()
+        replicas.bring()
+        assert weight[5].count_nonzero()
+
+
 def test_two_workers_in_turn_are_one_process() -> None:
     """Each sees behind a barrier what the other pushed, also rows that only the other one trained."""
     steps = 6
