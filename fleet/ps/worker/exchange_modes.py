@@ -287,8 +287,14 @@ class AsyncExchange(_ServersOwn):
             return [], None
         replicas = RowReplicas(self._others[-1], weights)
         for module in modules:
-            module.lookup.bring = replicas.bring
+            module.lookup.bring = self._bring_rows
         return modules, replicas
+
+    def _bring_rows(self, old_s: float) -> None:
+        assert self._replicas is not None
+        if old_s > 0:  # a lookup: no pull makes training wait for its servers, and it would only fill the queues
+            self._sender.keep_up()
+        self._replicas.bring(old_s)
 
     def _receive(self, client: Client) -> None:
         self._mailbox.receive(client)

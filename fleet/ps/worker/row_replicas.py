@@ -43,7 +43,7 @@ class RowReplicas:
         self._rows = {table_id: weight.detach().numpy() for table_id, weight in weights.items()}
         self._asking = threading.Lock()  # answers stay in the order in which the servers gave them
         self._arrived: deque[dict[int, tuple[Keys, Rows]]] = deque()
-        self._received_at = self._rests_until = 0.0
+        self._received_at = self._expired_at = self._rests_until = 0.0
         self._client.watch(list(self._rows))
         self._ask_all()
         self.bring(float("inf"))
@@ -56,7 +56,7 @@ class RowReplicas:
 
     def bring(self, old_s: float = OLD_S) -> None:
         """Brings the weights up to date if they are older than ``old_s`` seconds; for the thread that trains."""
-        if time.monotonic() - self._received_at > old_s:
+        if self._received_at < self._expired_at or time.monotonic() - self._received_at > old_s:
             with self._asking:
                 self._ask()
         while self._arrived:
@@ -64,8 +64,8 @@ class RowReplicas:
                 self._rows[table_id][ids] = rows
 
     def expire(self) -> None:
-        """Makes the next lookup ask."""
-        self._received_at = 0.0
+        """Makes the next lookup ask, also where an answer to an earlier question is still on its way."""
+        self._expired_at = time.monotonic()
 
     def _ask(self) -> None:
         began = time.monotonic()

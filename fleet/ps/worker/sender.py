@@ -8,6 +8,9 @@ After a large push the sender rests, so that it takes at most a tenth of the tim
 whole, whatever the batch, and would cost more than the steps of small batches. That makes gradients older, in
 proportion to what an exchange takes; a short exchange is followed by no rest.
 
+A step that pulls rows waits for the servers, so the sender keeps pace with it. One that reads a replica does not, and
+would fill the queues with gradients of old rows; :meth:`AsyncSender.keep_up` makes it wait.
+
 Where the servers bound staleness they have to know which steps of this worker are applied completely. Tables leave at
 their own pace, so a push does not say; after it the sender reports the last step of which nothing waits.
 
@@ -201,6 +204,8 @@ class AsyncSender:
         self._queues: dict[int, GradientQueue] = {}
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
+        self._doing: dict[int, int] = {}  # the first step that each thread has taken and not finished
+        self._put = 0  # the last step that was put
         self._resting_until = [0.0] * config.thread_pool_size
         steps = max((client.step for client in clients), default=0)
         self._count = StepCount(put=steps, told=steps) if clients[0].staleness is not None else None
@@ -245,7 +250,31 @@ class AsyncSender:
                     self._changed.wait()
                 self._check()
                 self._append(table_id, queue, value, step)
+            self._put = step
             self._note_put(step)
+
+    def keep_up(self) -> None:
+        """Waits until at most one step is not sent and received for, where nothing is to wait in the queues.
+
+        Gradients wait there on purpose while the threads rest, and with a larger ``max_merge_var_num``.
+
+        Raises:
+            PSError: a server is lost.
+        """
+        if self.config.max_merge_var_num > 1:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._stopping or self._lag() <= 1 or self._rests())
+            if self._failure is not None:
+                raise self._failure
+
+    def _lag(self) -> int:
+        firsts = [queue[0].first for queue in self._queues.values() if queue]
+        return self._put + 1 - min([self._put + 1, *firsts, *self._doing.values()])
+
+    def _rests(self) -> bool:
+        now = time.monotonic()
+        return any(until > now and not self._full(self._mine(index)) for index, until in enumerate(self._resting_until))
 
     def need(self, step: int, wanted: int) -> None:
         """Notes that every step up to ``step`` was put, and sends those up to ``wanted`` without a rest."""
@@ -343,8 +372,10 @@ class AsyncSender:
                     return
                 self._busy[index] = True
                 taken = self._collect(index, self._boundary(client))
-                if taken and self._count is not None:
-                    self._count.sending[index] = min(item.first for items in taken.values() for item in items)
+                if taken:
+                    self._doing[index] = min(item.first for items in taken.values() for item in items)
+                    if self._count is not None:
+                        self._count.sending[index] = self._doing[index]
                 self._changed.notify_all()
             began = time.monotonic()
             for step, group in by_step(taken).items():
@@ -362,6 +393,7 @@ class AsyncSender:
             self._rest(index, began, taken)
             with self._changed:
                 self._busy[index] = False
+                self._doing.pop(index, None)
                 self._changed.notify_all()
 
     def _has_work(self, index: int) -> bool:

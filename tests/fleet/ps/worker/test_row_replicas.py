@@ -103,6 +103,48 @@ def test_what_waits_in_the_queue_is_in_the_weights_after_stop_worker() -> None:
     own.session.close()
 
 
+@pytest.mark.parametrize("merge", [1, 8])
+def test_training_does_not_run_ahead_of_what_is_sent(merge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pulls the queues would fill, and every gradient be as old as they are long."""
+    own, model, optimizer = alone(torch.optim.Adam, max_merge_var_num=merge)
+    exchange = own.session.server_job.trainer._exchange
+    sender = exchange._others[0]
+    push = sender.push
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.03)
+        return push(*args, **kwargs)
+
+    monkeypatch.setattr(sender, "push", slowly)
+    most = 0
+    for step in range(6):
+        train(model, optimizer, step)
+        most = max(most, *exchange.waiting().values())
+    assert (most <= 2) == (merge == 1)
+    own.stop_worker()
+    own.session.close()
+
+
+def test_an_answer_from_before_a_barrier_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as service:
+        client = service.client(0, tables={0: SPARSE})
+        weight = torch.zeros(ROWS, SPARSE.dim)
+        replicas = RowReplicas(client, {0: weight})
+        watch = client.watch
+
+        def slowly(table_ids: Any) -> Any:
+            found = watch(table_ids)
+            client.wait(client.push({0: gradient([5])}))  # another worker's, before the barrier
+            replicas.expire()
+            monkeypatch.undo()
+            return found
+
+        monkeypatch.setattr(client, "watch", slowly)
+        replicas.receive()
+        replicas.bring()
+        assert weight[5].count_nonzero()
+
+
 def test_two_workers_in_turn_are_one_process() -> None:
     """Each sees behind a barrier what the other pushed, also rows that only the other one trained."""
     steps = 6
