@@ -204,8 +204,6 @@ class AsyncSender:
         self._queues: dict[int, GradientQueue] = {}
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
-        self._doing: dict[int, int] = {}  # the first step that each thread has taken and not finished
-        self._put = 0  # the last step that was put
         self._resting_until = [0.0] * config.thread_pool_size
         steps = max((client.step for client in clients), default=0)
         self._count = StepCount(put=steps, told=steps) if clients[0].staleness is not None else None
@@ -250,13 +248,12 @@ class AsyncSender:
                     self._changed.wait()
                 self._check()
                 self._append(table_id, queue, value, step)
-            self._put = step
             self._note_put(step)
 
     def keep_up(self) -> None:
-        """Waits until at most one step is not sent and received for, where nothing is to wait in the queues.
+        """Waits until all steps are sent and received for, where nothing is to wait in the queues.
 
-        Gradients wait there on purpose while the threads rest, and with a larger ``max_merge_var_num``.
+        Gradients wait there on purpose while a thread rests, and with a larger ``max_merge_var_num``.
 
         Raises:
             PSError: a server is lost.
@@ -264,17 +261,16 @@ class AsyncSender:
         if self.config.max_merge_var_num > 1:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._stopping or self._lag() <= 1 or self._rests())
+            self._changed.wait_for(lambda: self._failure or self._stopping or not self._waits() or self._rests())
             if self._failure is not None:
                 raise self._failure
-
-    def _lag(self) -> int:
-        firsts = [queue[0].first for queue in self._queues.values() if queue]
-        return self._put + 1 - min([self._put + 1, *firsts, *self._doing.values()])
 
     def _rests(self) -> bool:
         now = time.monotonic()
         return any(until > now and not self._full(self._mine(index)) for index, until in enumerate(self._resting_until))
+
+    def _waits(self) -> bool:
+        return any(self._queues.values()) or any(self._busy)
 
     def need(self, step: int, wanted: int) -> None:
         """Notes that every step up to ``step`` was put, and sends those up to ``wanted`` without a rest."""
@@ -312,9 +308,7 @@ class AsyncSender:
         with self._changed:
             self._flushing = True
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._failure or not (any(self._queues.values()) or any(self._busy) or self._has_news())
-            )
+            self._changed.wait_for(lambda: self._failure or not (self._waits() or self._has_news()))
             self._flushing = False
             if self._failure is not None:
                 raise self._failure
@@ -372,10 +366,8 @@ class AsyncSender:
                     return
                 self._busy[index] = True
                 taken = self._collect(index, self._boundary(client))
-                if taken:
-                    self._doing[index] = min(item.first for items in taken.values() for item in items)
-                    if self._count is not None:
-                        self._count.sending[index] = self._doing[index]
+                if taken and self._count is not None:
+                    self._count.sending[index] = min(item.first for items in taken.values() for item in items)
                 self._changed.notify_all()
             began = time.monotonic()
             for step, group in by_step(taken).items():
@@ -393,7 +385,6 @@ class AsyncSender:
             self._rest(index, began, taken)
             with self._changed:
                 self._busy[index] = False
-                self._doing.pop(index, None)
                 self._changed.notify_all()
 
     def _has_work(self, index: int) -> bool:
