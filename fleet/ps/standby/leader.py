@@ -100,7 +100,7 @@ class Leader:
         self._proven: set[tuple[int, int]] = set()  # rank and process that know the epoch
         self._since = time.monotonic()  # since when there is no standby
         self.alone = not has_standby
-        self.deposed = self._leaves = False
+        self.deposed = self._leaves = self._ends = False
         self.joined = self._joined_once = False
         if has_standby:
             self._journal.confirmed = self._journal.last_lsn
@@ -263,6 +263,9 @@ class Leader:
     def _stream(self, feed: _Feed) -> None:
         line = feed.line
         send_piece(line, Carried.STANDING, [control_body(self.standing())])
+        if self._ends:
+            feed.finish_now()
+            return
         assert self._config.folder is not None
         feed.send_snapshot(write_snapshot(self._state, self._config.folder))
         with self._moved:
@@ -347,8 +350,9 @@ class Leader:
         self._hang_up()
 
     def end(self) -> None:
-        """Tells the standby that the job is over."""
+        """Tells the standby that the job is over, also one that asks from now on."""
         with self._moved:
+            self._ends = True
             feed = self._feed
         if feed is not None:
             feed.finish()
@@ -420,9 +424,7 @@ class _Feed:
             send_piece(self.line, Carried.TAKE_OVER)
             self._leaving = False
         if self._finishing and not self._queue:
-            send_piece(self.line, Carried.END)
-            self._finished.set()
-            self.close("the job is over")
+            self.finish_now()
 
     def send_snapshot(self, path: Path) -> None:
         """Sends the files of a snapshot; removing them meanwhile does no harm."""
@@ -447,6 +449,12 @@ class _Feed:
             self._finishing = True
             self._some.notify()
         self._finished.wait(LINE_S)
+
+    def finish_now(self) -> None:
+        """Sends the end of the job, whatever waits; for the thread that sends."""
+        send_piece(self.line, Carried.END)
+        self._finished.set()
+        self.close("the job is over")
 
     def close(self, reason: str) -> None:
         """Ends the line."""

@@ -24,6 +24,16 @@ def test_a_silent_standby_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         until(lambda: any(f"its standby at {SECOND} is silent for 1 s" in line for line in pair.lines))
 
 
+def test_a_standby_that_comes_after_the_end_of_the_job_is_told(tmp_path: Path) -> None:
+    """It would follow a server that waits for nothing any more."""
+    with duo(tmp_path) as pair:
+        pair.client()
+        pair.kill(1)
+        pair.leader.end()
+        pair.start(1)
+        until(lambda: pair.follower.ended)
+
+
 def test_a_server_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
     """It says so and goes on."""
     with duo(tmp_path) as pair:
