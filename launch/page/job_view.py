@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from fleet.launch.plan.records import ProcessExit
 from fleet.launch.processes.logs import read_tail
 from fleet.launch.processes.process import Process
 from fleet.launch.processes.report import describe_end, last_words
-from fleet.launch.processes.stacks import is_stopped
+from fleet.launch.processes.stacks import ProcessFacts, facts_of
 from fleet.launch.processes.worker_file import BEAT_NS, PAUSED, PID, STEP, WorkerFile
 
 _FRESH_S = 0.9
@@ -202,7 +201,8 @@ class JobView:
         step = _step_of(seen, record)
         if step is not None and process.ended is None:
             seen.points.append((now, step))
-        state, tone = _state_of(seen)
+        facts = facts_of(process.pid) if process.ended is None else None
+        state, tone = _state_of(seen, facts)
         return ProcessRow(
             name=process.name,
             host=self._host,
@@ -212,7 +212,7 @@ class JobView:
             log_path=process.spec.log_path,
             step=step,
             rate=_rate_of(seen, record),
-            memory_mib=_resident_mib(process.pid) if process.ended is None else None,
+            memory_mib=None if facts is None else facts.resident_bytes / _MIB,
             values=record.values,
         )
 
@@ -239,12 +239,12 @@ def _rate_of(seen: _Seen, record: WorkerRecord) -> float | None:
     return record.values.get("rate/steps_per_s")
 
 
-def _state_of(seen: _Seen) -> tuple[str, str]:
+def _state_of(seen: _Seen, facts: ProcessFacts | None) -> tuple[str, str]:
     """Returns the state in words, and its tone."""
     ended, file = seen.process.ended, seen.file
     if ended is not None:
         return ("ended", IDLE) if ended.exit_code == 0 else (f"failed: {describe_end(ended)}", BAD)
-    if is_stopped(seen.process.pid):
+    if facts is not None and facts.is_stopped:
         return "stopped by a signal", BAD
     if file is None:
         return "running", GOOD
@@ -257,11 +257,3 @@ def _state_of(seen: _Seen) -> tuple[str, str]:
     if silent_s > _SILENT_S:
         return f"silent for {silent_s:.0f} s", BAD if words[STEP] else IDLE
     return "running", GOOD
-
-
-def _resident_mib(pid: int) -> float | None:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB
-    except (OSError, ValueError, IndexError):
-        return None

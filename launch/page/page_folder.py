@@ -57,26 +57,31 @@ class PageFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[Path, tuple[int, Any]] = {}  # the time of a file in ns, and what it held
+        self._known: dict[str, tuple[int, Any]] = {}  # the time of a file in ns, and what it held
+        self._workers: dict[int, tuple[dict[str, Any], WorkerRecord]] = {}  # what the file held, and the record of it
         self._curves: dict[str, list[tuple[int, float]]] = {}
         self._curves_read = 0
 
     def worker(self, rank: int) -> WorkerRecord:
         """Returns what the worker of ``rank`` wrote last."""
-        found = self._read(self.path / f"worker.{rank}.json")
+        found = self._read(f"{self.path}/worker.{rank}.json")
+        if rank in self._workers and self._workers[rank][0] is found:
+            return self._workers[rank][1]
         step, values, checkpoints = found.get("step"), found.get("values"), found.get("checkpoints")
-        return WorkerRecord(
+        record = WorkerRecord(
             step=step if isinstance(step, int) else 0,
             values=_numbers(values),
             checkpoints=Path(checkpoints) if isinstance(checkpoints, str) else None,
         )
+        self._workers[rank] = found, record
+        return record
 
     def servers(self) -> dict[int, list[ServerRecord]]:
         """Returns the measures of each parameter server of this node, one record for each shard that it serves."""
         found: dict[int, list[ServerRecord]] = {}
         for path in sorted(self.path.glob("server.*.*.json")):
             index = path.name.split(".")[1]
-            record = self._read(path)
+            record = self._read(str(path))
             if index.isdecimal() and isinstance(record.get("tables"), dict):
                 tables = {str(name): _numbers(values) for name, values in record["tables"].items()}
                 found.setdefault(int(index), []).append(ServerRecord(tables, _numbers(record.get("totals"))))
@@ -110,17 +115,17 @@ class PageFolder:
         for path in self.path.glob("worker.*.json"):
             path.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        """Returns the JSON object in ``path``; empty where there is none."""
+    def _read(self, path: str) -> dict[str, Any]:
+        """Returns the JSON object in ``path``, the same until the file changes; empty where there is none."""
         try:
-            changed_ns = path.stat().st_mtime_ns
+            changed_ns = os.stat(path).st_mtime_ns
         except OSError:
             return {}
         if path in self._known and self._known[path][0] == changed_ns:
             found = self._known[path][1]
         else:
             found = {}
-            with contextlib.suppress(OSError, ValueError, RecursionError), open(_open(path), "rb") as file:
+            with contextlib.suppress(OSError, ValueError, RecursionError), open(_open(Path(path)), "rb") as file:
                 found = json.loads(file.read(_MAX_BYTES))
             self._known[path] = (changed_ns, found)
         return found if isinstance(found, dict) else {}
