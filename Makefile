@@ -56,7 +56,7 @@ demo-gpt: $(READY)
 	$(PY) examples/gpt/plot.py output/demo/gpt.png 'plain torch=output/demo/gpt_torch.jsonl' \
 		'pp 2 x mp 2=output/demo/gpt_mp2_pp2.jsonl'
 
-# Two processes, a file of tests at a time; each test's own processes share the machine with those of one other.
+# A file of tests at a time. Quick tests wait for two fifths of their time, so that three processes fill two processors.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=3 --dist=loadfile
 

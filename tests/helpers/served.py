@@ -15,7 +15,7 @@ import fleet
 from fleet.facade import Fleet
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-__all__ = ["WideAndDeep", "batches", "run_job", "train"]
+__all__ = ["RowSum", "WideAndDeep", "batches", "run_job", "train"]
 
 WIDE = ("uniform", -0.5, 0.5)
 
@@ -33,6 +33,19 @@ class WideAndDeep(nn.Module):
     def forward(self, ads: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """Returns one number per sample."""
         return self.out(torch.cat([self.ads(ads), self.words(words)], 1))
+
+
+class RowSum(nn.Module):
+    """An ``nn.Embedding`` whose row 3 is padding, and a linear layer."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(num_rows, 3, padding_idx=3, sparse=True)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns one number per sample."""
+        return self.out(self.emb(ids).sum(1))
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

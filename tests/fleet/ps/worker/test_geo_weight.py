@@ -16,23 +16,10 @@ import fleet
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, OptionWarning
 from fleet.facade import Fleet
 from fleet.ps.table.ids import train_rows
-from tests.helpers.served import run_job
+from tests.helpers.served import RowSum, run_job
 
 _SEEDING = threading.Lock()
 RATE, STEPS, ROWS = 0.05, 7, 12
-
-
-class Net(nn.Module):
-    """Rows, of which number 3 is padding, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(ROWS, 3, padding_idx=3, sparse=True)
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns one number per sample."""
-        return self.out(self.emb(ids).sum(1))
 
 
 def made(k_steps: int = 3) -> fleet.DistributedStrategy:
@@ -44,7 +31,7 @@ def made(k_steps: int = 3) -> fleet.DistributedStrategy:
 def start(own: Fleet, seed: int = 0, k_steps: int = 3) -> tuple[Any, Any]:
     with _SEEDING:  # the generator belongs to the whole process
         torch.manual_seed(seed)
-        net = Net()
+        net = RowSum(ROWS)
     optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made(k_steps))
     model = own.distributed_model(net)
     own.init_worker()
@@ -57,9 +44,9 @@ def alone(k_steps: int = 3) -> tuple[Fleet, Any, Any]:
     return own, *start(own, k_steps=k_steps)
 
 
-def plain() -> tuple[Net, torch.optim.Optimizer]:
+def plain() -> tuple[RowSum, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net = Net()
+    net = RowSum(ROWS)
     return net, torch.optim.SGD(net.parameters(), RATE)
 
 

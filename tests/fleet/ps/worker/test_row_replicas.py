@@ -8,30 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fleet
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.worker.row_replicas import OLD_S, RowReplicas
 from tests.fleet.ps.service import SPARSE, gradient, serving
-from tests.helpers.served import run_job
+from tests.helpers.served import RowSum, run_job
 
 _SEEDING = threading.Lock()
 RATE, ROWS = 0.05, 12
-
-
-class Net(nn.Module):
-    """Rows, of which number 3 is padding, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(ROWS, 3, padding_idx=3, sparse=True)
-        self.out = nn.Linear(3, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns one number per sample."""
-        return self.out(self.emb(ids).sum(1))
 
 
 def made(**configs: Any) -> fleet.DistributedStrategy:
@@ -40,10 +26,10 @@ def made(**configs: Any) -> fleet.DistributedStrategy:
     return strategy
 
 
-def new_net(seed: int = 0) -> Net:
+def new_net(seed: int = 0) -> RowSum:
     with _SEEDING:  # the generator belongs to the whole process
         torch.manual_seed(seed)
-        return Net()
+        return RowSum(ROWS)
 
 
 def start(own: Fleet, optimizer_type: Any = torch.optim.SGD, seed: int = 0, **configs: Any) -> tuple[Any, Any]:
@@ -227,7 +213,7 @@ def test_rows_with_statistics_come_from_the_servers() -> None:
     strategy = made()
     strategy.sparse_table_configs = {"emb": {"sparse_accessor_class": "SparseAccessor"}}
     own.init(strategy=strategy, log_level="WARNING")
-    net = Net()
+    net = RowSum(ROWS)
     optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), strategy)
     model = own.distributed_model(net)
     own.init_worker()
