@@ -51,6 +51,7 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport,
 
 __all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
 
+TakeChanged = Callable[[Mapping[int, tuple[Keys, Rows]]], None]
 _LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
 _DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer
 
@@ -68,12 +69,18 @@ class Ticket:
     reached: int | None = None
 
 
-def fill(share: list[tuple[TablePart, Target]], ticket: Ticket) -> Callable[[Header, memoryview], None]:
-    """Returns a function that writes one server's answer to its targets."""
+def fill(
+    share: list[tuple[TablePart, Target]], ticket: Ticket, changed: TakeChanged | None = None
+) -> Callable[[Header, memoryview], None]:
+    """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids."""
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
         answered = rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16))
+        if changed is not None:
+            found = [(part.table_id, part.ids, part.rows) for part in answered]
+            changed({key: (ids, rows) for key, ids, rows in found if ids is not None and rows is not None})
+            answered = [part for part in answered if part.ids is None]
         if len(answered) != len(share):
             raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
         for part, (asked, target) in zip(answered, share, strict=True):
@@ -299,6 +306,7 @@ class Client:
         ends_step: bool = True,
         positions: Positions | None = None,
         out: Mapping[int, Take] | None = None,
+        changed: TakeChanged | None = None,
     ) -> Ticket:
         """Sends the gradients of one step: :class:`Gradient` per sparse table (distinct ids), float32 per dense one.
 
@@ -309,13 +317,16 @@ class Client:
             positions: of the streams whose events these gradients hold, see :mod:`fleet.ps.server.stream_points`.
             out: what takes the values that dense tables of ``gradients`` have after the step: they come with the
                 answer, which waits for the step as a pull of the next one would.
+            changed: takes, with each server's answer, the rows that the step and those since the last answer have
+                changed, by watched table; a table that is not there must be pulled once as a whole. They are gone after
+                the call.
         """
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
         everywhere = ends_step and (self.staleness is not None or positions is not None)
         flags = MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
-        ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {})
+        ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {}, changed)
         self.step = max(self.step, step)
         return ticket
 
@@ -460,6 +471,7 @@ class Client:
         flags: int = MessageFlag.NONE,
         positions: Positions | None = None,
         out: Mapping[int, Take] = MappingProxyType({}),
+        changed: TakeChanged | None = None,
     ) -> Ticket:
         tail = [] if positions is None else [positions_tail(positions)]
         flags |= MessageFlag.POSITIONS if tail else MessageFlag.NONE
@@ -481,9 +493,9 @@ class Client:
                     for part in share
                     if part.table_id in out
                 ]
-                if asked:
+                if asked or changed is not None:
                     request.flags |= MessageFlag.VALUES
-                    request.on_answer = fill(asked, ticket)
+                    request.on_answer = fill(asked, ticket, changed)
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 

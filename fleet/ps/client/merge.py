@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.ps.client.shards import Gradient
+from fleet.ps.table.ids import UniqueKeys, sum_rows
 
-__all__ = ["merge_gradients", "sum_by_id"]
+__all__ = ["merge_gradients", "sum_by_id", "with_distinct_ids"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -75,6 +76,14 @@ def merge_gradients(gradients: Sequence[Gradient], with_shows: bool = False) -> 
     slots = _slots(gradients)
     merged.slots = None if slots is None else _last_of(ids, slots, distinct)
     return merged
+
+
+def with_distinct_ids(gradients: Sequence[Gradient]) -> Gradient:
+    """Returns the sum of gradients without shows, clicks and slots, in the order given."""
+    if len(gradients) == 1 and gradients[0].distinct:
+        return gradients[0]
+    ids, inverse = UniqueKeys()(np.concatenate([item.ids for item in gradients]))
+    return Gradient(ids, sum_rows(np.concatenate([item.rows for item in gradients]), inverse, len(ids)))
 
 
 def _or_constant(values: Rows | None, n: int, constant: float) -> Rows:

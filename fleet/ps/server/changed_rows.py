@@ -10,7 +10,7 @@ from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.messages import TablePart
 
-__all__ = ["added_rows", "watched_rows"]
+__all__ = ["added_rows", "rows_after_push", "watched_rows"]
 
 
 def added_rows(
@@ -43,6 +43,23 @@ def watched_rows(
         return begins, answers
     none = np.empty(0, np.int64)
     return True, [TablePart(part.table_id, 0, part.dim, none, np.empty((0, part.dim), np.float32)) for part in asked]
+
+
+def rows_after_push(state: ServerState, rank: int, number: int, room: int) -> list[TablePart]:
+    """Returns, of each table that a worker watches, the rows that anybody changed, once push ``number`` is applied.
+
+    A table that is not there is one that the worker must read once as a whole: no question for it is known any longer,
+    or the rows take more than ``room`` bytes.
+    """
+    with state.job.changed:
+        watched = state.job.recorder.watched_by(rank)
+    asked = []
+    for table_id in watched:
+        question = TablePart(table_id, 0, 1, np.empty(0, np.int64))
+        question.dim = state.table(table_id).pull_shape(question)[1]
+        asked.append(question)
+    answers = _rows(state, rank, -number, asked)  # below 0: questions of WATCH have numbers of their own
+    return answers if _size(answers) <= room else []
 
 
 def _rows(state: ServerState, rank: int, number: int, asked: Sequence[TablePart]) -> list[TablePart]:

@@ -96,6 +96,10 @@ class KeyRecorder:
         """Returns who watches a table."""
         return [reader for reader, watched in self._watched if watched == table_id]
 
+    def watched_by(self, reader: int) -> list[int]:
+        """Returns which tables ``reader`` watches."""
+        return [table_id for one, table_id in self._watched if one == reader]
+
     def mark(self, readers: Iterable[int], table_id: int, keys: Keys) -> None:
         """Notes for ``readers`` that ``keys`` have changed; the array is kept and must not change afterwards."""
         for reader in readers:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import FleetError
-from fleet.ps.server.changed_rows import added_rows, watched_rows
+from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
 from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState, parts_of
@@ -285,16 +285,35 @@ class Operations:
             return Answer(status)
         pushed = parts_of(body, header.flags)[0]
         parts = decode_parts(pushed, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
-        answer = self._rows(peer, worker, header, [part for part in parts if part.ids is None], beat)
-        answer.status = status
-        return answer
+        return self._values(peer, worker, header, [part for part in parts if part.ids is None], beat, status)
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        return self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
+        reached, answers = self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
+        answer = self._rows_answer(answers, header)
+        answer.step = reached
+        return answer
+
+    def _values(
+        self,
+        peer: ConnectedWorker,
+        worker: Worker,
+        header: Header,
+        dense: list[TablePart],
+        beat: Beat,
+        status: Status,
+    ) -> Answer:
+        """Returns what a worker needs after its push of a step, which is applied then."""
+        reached, answers = self._rows(peer, worker, header, dense, beat)
+        room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
+        answers += rows_after_push(self._state, worker.rank, header.seq, room)
+        answer = self._rows_answer(answers, header)
+        answer.step, answer.status = reached, status
+        return answer
 
     def _rows(
         self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat
-    ) -> Answer:
+    ) -> tuple[int | None, list[TablePart]]:
+        """Waits until the step of a request may see the tables; returns the step they hold, and the rows of parts."""
         tables = [self._state.table(part.table_id) for part in parts]
         shapes = []
         for part, table in zip(parts, tables, strict=True):
@@ -315,9 +334,7 @@ class Operations:
             table.pull(part, rows, create)
             self._state.counts["pulled"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
-        answer = self._rows_answer(answers, header)
-        answer.step = reached
-        return answer
+        return reached, answers
 
     @staticmethod
     def _rows_answer(answers: list[TablePart], header: Header) -> Answer:

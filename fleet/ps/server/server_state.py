@@ -350,6 +350,7 @@ class ServerState:
                         self._unfinished = step
                         self.job.take_held(step, ranks)
                         self._note_merged(merged)
+                        takes = self.job.recorder.takes
                     try:
                         self._apply(RecordKind.PUSH, merged, lsn)
                         self._evict([part.table_id for part in merged])
@@ -357,6 +358,8 @@ class ServerState:
                         self._fail(error)
                         raise
                 with self.job.changed:
+                    if self.job.recorder.takes != takes:  # a worker whose lease had ended may have asked too early
+                        self._note_for_watchers(merged)
                     self._unfinished = None
                     self.job.changed.notify_all()
 
@@ -364,6 +367,13 @@ class ServerState:
         for part in merged:
             if part.ids is not None:
                 self.job.note_changed(part.table_id, part.ids)
+        self._note_for_watchers(merged)
+
+    def _note_for_watchers(self, merged: Sequence[TablePart]) -> None:
+        recorder = self.job.recorder
+        for part in merged:
+            if part.ids is not None:
+                recorder.mark(recorder.watching(part.table_id), part.table_id, part.ids)
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
         """Drops what the held gradients have for these tables; their steps stay open.

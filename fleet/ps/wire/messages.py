@@ -97,7 +97,8 @@ class MessageFlag:
     NO_CREATE = 8  # a pull does not create the rows it does not find
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
     NO_CLOCK = 32  # a push that more of the same step will follow
-    VALUES = 64  # the answer to a push brings the values that its dense tables have after the step
+    # The answer to a push brings what its dense tables hold after the step, and rows that changed of watched tables.
+    VALUES = 64
     IN_MEMORY = 128  # the body lies in memory that both ends share, see fleet.ps.wire.shared_bodies
 
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, Ticket
+from fleet.ps.client.merge import with_distinct_ids
 from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.geo import GeoCommunicator
-from fleet.ps.worker.row_replicas import MOST_WORKERS, RowReplicas
+from fleet.ps.worker.row_replicas import OLD_S, make_replicas
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
@@ -91,6 +92,7 @@ class SyncExchange:
         self.client = client
         self.plan = plan
         self._spare: dict[int, Rows] = {}  # memory for dense gradients; new memory costs as much as sending them
+        self._replicas = make_replicas(client, plan)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows after the steps this worker has pushed."""
@@ -108,15 +110,22 @@ class SyncExchange:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
         memory = self._spare
         self._spare = {}  # after a failure a request may still refer to it
-        everything = dict(gradients)
+        everything: dict[int, Gradient | Rows] = {
+            table_id: with_distinct_ids([value]) if isinstance(value, Gradient) else value
+            for table_id, value in gradients.items()
+        }
         for part in self.plan.dense:
             values = None if part.table_id in gradients else part.gradients(memory.get(part.table_id))
             if values is not None:
                 everything[part.table_id] = memory[part.table_id] = values
         takes = {part.table_id: part.assign for part in self.plan.dense}
         own = {table_id: takes.pop(table_id) for table_id in everything if table_id in takes}
-        self.client.wait(self.client.push(everything, positions=positions, out=own))
+        replicas = self._replicas
+        changed = None if replicas is None else replicas.take
+        self.client.wait(self.client.push(everything, positions=positions, out=own, changed=changed))
         self._receive(takes)
+        if replicas is not None:
+            replicas.complete()
         self._spare = memory
 
     def settle(self) -> None:
@@ -131,9 +140,15 @@ class SyncExchange:
     def flush(self) -> None:
         """Takes the servers' parameters."""
         self._receive({part.table_id: part.assign for part in self.plan.dense})
+        if self._replicas is not None:
+            self._replicas.expire()
+
+    met = flush  # the others may have taken steps while this worker stood at a barrier
 
     def close(self) -> None:
-        """Does nothing: it has no threads or connections of its own."""
+        """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""
+        if self._replicas is not None:
+            self._replicas.leave()
 
     abandon = close
 
@@ -268,33 +283,11 @@ class AsyncExchange(_ServersOwn):
         super().__init__(client, plan)
         self._others = list(others)
         additive = [table_id for table_id, table in plan.configs.items() if table.adds_up]
-        self._copied, self._replicas = self._copy_rows()
+        self._replicas = None
+        if self._bound is None:
+            # No pull makes training wait for its servers; unless lookups do, training would only fill the queues.
+            self._replicas = make_replicas(self._others[-1], plan, OLD_S, lambda: self._sender.keep_up())
         self._sender = AsyncSender(self._others, config, self._receive, additive)
-
-    def _copy_rows(self) -> tuple[list[ServedEmbedding], RowReplicas | None]:
-        """Makes modules whose rows come from the servers unchanged read them from their own weights."""
-        if self._bound is not None or self.client.config.num_workers > MOST_WORKERS:
-            return [], None
-        weights, modules = {}, []
-        for part in self._plan.sparse:
-            module = part.modules[0]
-            if len(part.modules) > 1 or part.group is None or part.config.accessor or part.config.entry:
-                continue
-            if isinstance(module, ServedEmbedding) and (weight := module.read_weight()) is not None:
-                weights[part.table_id] = weight
-                modules.append(module)
-        if not weights:
-            return [], None
-        replicas = RowReplicas(self._others[-1], weights)
-        for module in modules:
-            module.lookup.bring = self._bring_rows
-        return modules, replicas
-
-    def _bring_rows(self, old_s: float) -> None:
-        assert self._replicas is not None
-        if old_s > 0:  # a lookup: no pull makes training wait for its servers, and it would only fill the queues
-            self._sender.keep_up()
-        self._replicas.bring(old_s)
 
     def _receive(self, client: Client) -> None:
         self._mailbox.receive(client)
@@ -324,16 +317,16 @@ class AsyncExchange(_ServersOwn):
             client.flush()
         self._mailbox.receive(self.client)
         self._mailbox.deliver()
-        self.expire_rows()
+        self.met()
 
-    def expire_rows(self) -> None:
+    def met(self) -> None:
         """Makes the next lookup see what the servers have by then."""
         if self._replicas is not None:
             self._replicas.expire()
 
     def close(self) -> None:
         """Sends what waits, and ends threads and their connections."""
-        _leave_weights(self._copied)
+        self._leave_weights()
         try:
             self._sender.stop()
         finally:
@@ -342,10 +335,14 @@ class AsyncExchange(_ServersOwn):
 
     def abandon(self) -> None:
         """Ends threads and their connections without sending."""
-        _leave_weights(self._copied)
+        self._leave_weights()
         for client in self._others:
             client.close()
         self._sender.abort()
+
+    def _leave_weights(self) -> None:
+        if self._replicas is not None:
+            self._replicas.leave()
 
 
 class GeoExchange:
@@ -396,7 +393,8 @@ class GeoExchange:
 
     def close(self) -> None:
         """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""
-        _leave_weights(self._served)
+        for module in self._served:
+            module.lookup.whole = None
 
     abandon = close
 
@@ -406,11 +404,6 @@ class GeoExchange:
         exchange()
         for part in self._plan.dense:
             part.assign(self._values[part.table_id])
-
-
-def _leave_weights(modules: Sequence[ServedEmbedding]) -> None:
-    for module in modules:
-        module.lookup.whole = module.lookup.bring = None
 
 
 def check_mode(mode: str) -> None:

@@ -112,11 +112,10 @@ class HybridTrainer(Trainer):
         dense.finish()
         return found
 
-    def meet(self, name: str) -> str | None:
-        """Waits until every worker has come here, and takes part in the steps of those that still train."""
+    def _stand(self, name: str, call: str) -> str | None:
+        """Stands at a barrier, and takes part in the steps of those that still train."""
         failures: list[BaseException] = []
         keys: list[str | None] = []
-        call = self.config.user_call()
 
         def stand() -> None:
             try:
@@ -163,6 +162,7 @@ class HybridTrainer(Trainer):
             return client.load(dirname, tables=tables, key=key)
 
         self._do_together(f"load {dirname} {tables}", act)
+        self._restart_exchange()
         read = {part.table_id: None for part in self.plan.dense if tables is None or part.table_id in tables}
         values = client.wait(client.pull(read, wait_for_others=False)) if read else {}
         for part in self.plan.dense:

@@ -123,8 +123,9 @@ class RowLookup:
 
     source: RowSource | None
     whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
-    # Brings ``whole`` up to date where it is a replica and older than so many seconds; only lookups that train read it.
-    bring: Callable[[float], None] | None
+    # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to what the servers have now.
+    # Only lookups that train read it.
+    bring: Callable[[bool], None] | None
 
     def find(
         self,

@@ -1,33 +1,59 @@
-"""RowReplicas: all rows of tables, in the weights of their ``nn.Embedding`` modules, as the servers have them (async).
+"""RowReplicas: all rows of tables, in the weights of their ``nn.Embedding`` modules, as the servers have them.
 
 A lookup while training reads its module's weight and asks nobody. What pushes have changed, of this worker and of
-others, is brought from the servers in the background, as the dense parameters are.
+others, is brought from the servers: with the answer to each push (sync), or in the background, as the dense parameters
+are (async).
 
 [Note: How old a replica may be]
-The sending thread asks after its pushes, and then rests nine times as long as the answer took. A lookup that finds its
-rows older than :data:`OLD_S` asks itself, and so does the first one after a flush or a barrier: it sees what all
-workers pushed before. What arrives waits for the next lookup of the training thread, which alone writes to weights.
-Lookups without gradients do not read replicas: they evaluate, and no push of this worker would bring changes meanwhile.
+Async: the sending thread asks after its pushes, and then rests nine times as long as the answer took. A lookup that
+finds its rows older than ``old_s`` asks itself. What arrives waits for the next lookup of the training thread, which
+alone writes to weights. Sync: the answer to a push has all that the step changed, and nobody steps without this worker
+unless it stands at a barrier.
+
+In both, the first lookup after a flush or a barrier asks: it sees what all workers pushed before. Lookups without
+gradients do not read replicas: they evaluate, and no push of this worker would bring changes meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-
-from torch import Tensor
+from collections.abc import Callable, Mapping
 
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.table.ids import in_pieces
+from fleet.ps.wire.messages import MessageError
+from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["MOST_WORKERS", "OLD_S", "RowReplicas"]
+__all__ = ["OLD_S", "RowReplicas", "make_replicas"]
 
 OLD_S = 0.2
-MOST_WORKERS = 4  # each receives what all of them change; with more, the rows of its own batches are fewer
+_MOST_WORKERS = 4  # each receives what all of them change; with more, the rows of its own batches are fewer
 _REST_TIMES = 9.0
+
+
+def make_replicas(
+    client: Client, plan: TablePlan, old_s: float = math.inf, before_lookup: Callable[[], None] = lambda: None
+) -> RowReplicas | None:
+    """Makes modules whose rows come from the servers unchanged read them from their own weights.
+
+    Returns ``None`` where there is no such module, or where pulls of single rows cost less. The other arguments are
+    those of :class:`RowReplicas`.
+    """
+    if client.config.num_workers > _MOST_WORKERS:
+        return None
+    found = {}
+    for part in plan.sparse:
+        module = part.modules[0]
+        if len(part.modules) > 1 or part.group is None or part.config.accessor or part.config.entry:
+            continue
+        if isinstance(module, ServedEmbedding) and module.read_weight() is not None:
+            found[part.table_id] = module
+    return RowReplicas(client, found, old_s, before_lookup) if found else None
 
 
 class RowReplicas:
@@ -35,18 +61,33 @@ class RowReplicas:
 
     Args:
         client: open; it knows the tables. One thread after the other uses it here.
-        weights: float32 [n, dim] on the CPU by table, whose ids are 0 to n - 1; they become the servers' rows.
+        modules: by table, what reads its own weight, float32 [n, dim] on the CPU, with the ids 0 to n - 1; the weights
+            become the servers' rows.
+        old_s: a lookup asks if it finds the rows older.
+        before_lookup: called first.
     """
 
-    def __init__(self, client: Client, weights: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        modules: Mapping[int, ServedEmbedding],
+        old_s: float,
+        before_lookup: Callable[[], None],
+    ) -> None:
         self._client = client
-        self._rows = {table_id: weight.detach().numpy() for table_id, weight in weights.items()}
+        self._modules = list(modules.values())
+        self._rows: dict[int, Rows] = {}
+        for table_id, module in modules.items():
+            assert module.lookup.whole is not None
+            self._rows[table_id] = module.lookup.whole.detach().numpy()
+            module.lookup.bring = self._bring_for_lookup
+        self._old_s = old_s
+        self._before_lookup = before_lookup
         self._asking = threading.Lock()  # answers stay in the order in which the servers gave them
         self._arrived: deque[dict[int, tuple[Keys, Rows]]] = deque()
         self._received_at = self._expired_at = self._rests_until = 0.0
-        self._client.watch(list(self._rows))
-        self._ask_all()
-        self.bring(float("inf"))
+        self._is_incomplete = False
+        self._read_all()
 
     def receive(self) -> None:
         """Asks for what has changed, unless the last answer is recent; for a thread that does not train."""
@@ -54,7 +95,7 @@ class RowReplicas:
             with self._asking:
                 self._ask()
 
-    def bring(self, old_s: float = OLD_S) -> None:
+    def bring(self, old_s: float) -> None:
         """Brings the weights up to date if they are older than ``old_s`` seconds; for the thread that trains."""
         if self._received_at < self._expired_at or time.monotonic() - self._received_at > old_s:
             with self._asking:
@@ -63,9 +104,45 @@ class RowReplicas:
             for table_id, (ids, rows) in self._arrived.popleft().items():
                 self._rows[table_id][ids] = rows
 
+    def take(self, changes: Mapping[int, tuple[Keys, Rows]]) -> None:
+        """Takes what one server's answer to a push has brought; :meth:`complete` follows.
+
+        Raises:
+            MessageError: it is not for these tables.
+        """
+        for table_id, (ids, rows) in changes.items():
+            weight = self._rows.get(table_id)
+            if weight is None or rows.shape[1] != weight.shape[1]:
+                raise MessageError(f"unexpected rows of table {table_id} in the answer to a push.")
+            weight[ids] = rows
+        self._is_incomplete |= len(changes) < len(self._rows)
+
+    def complete(self) -> None:
+        """Reads all rows where answers to pushes had not all of them, as after a restart of a server."""
+        if self._is_incomplete:
+            self._read_all()
+            self._is_incomplete = False
+
     def expire(self) -> None:
         """Makes the next lookup ask, also where an answer to an earlier question is still on its way."""
         self._expired_at = time.monotonic()
+
+    def leave(self) -> None:
+        """Makes lookups ask this worker again."""
+        for module in self._modules:
+            module.lookup.whole = module.lookup.bring = None
+
+    def _bring_for_lookup(self, now: bool) -> None:
+        if not now:
+            self._before_lookup()
+        self.bring(0.0 if now else self._old_s)
+
+    def _read_all(self) -> None:
+        with self._asking:
+            self._client.watch(list(self._rows))
+            self._ask_all()
+            self._received_at = time.monotonic()
+        self.bring(math.inf)
 
     def _ask(self) -> None:
         began = time.monotonic()

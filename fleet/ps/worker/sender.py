@@ -36,9 +36,8 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
-from fleet.ps.client.merge import merge_gradients
+from fleet.ps.client.merge import merge_gradients, with_distinct_ids
 from fleet.ps.client.shards import Gradient, Rows
-from fleet.ps.table.ids import UniqueKeys, sum_rows
 from fleet.ps.wire.positions import Positions
 
 __all__ = [
@@ -126,8 +125,7 @@ def sum_waiting(client: Client, table_id: int, items: Sequence[Waiting]) -> Grad
         part is not None for item in gradients for part in (item.shows, item.clicks, item.slots)
     ):
         return merge_gradients(gradients, table.keeps_shows)
-    ids, inverse = UniqueKeys()(np.concatenate([item.ids for item in gradients]))
-    return Gradient(ids, sum_rows(np.concatenate([item.rows for item in gradients]), inverse, len(ids)))
+    return with_distinct_ids(gradients)
 
 
 def by_step(taken: Mapping[int, list[Waiting]]) -> dict[int, dict[int, list[Waiting]]]:

@@ -20,7 +20,6 @@ from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.worker.embedding import scale_gradient
 from fleet.ps.worker.lookup import RowLookup
-from fleet.ps.worker.row_replicas import OLD_S
 from fleet.ps.worker.served_weight import WatchesWeight, as_plain, no_hook
 
 __all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
@@ -92,7 +91,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             device, trained = weight.device, weight.requires_grad
         if lookup.whole is not None and (lookup.bring is None or (trained and torch.is_grad_enabled())):
             if lookup.bring is not None:
-                lookup.bring(OLD_S)
+                lookup.bring(False)
             found = self._read(lookup.whole if trained else lookup.whole.detach(), input).to(device)
             return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
         ids = self._keys(input)
@@ -176,7 +175,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             weight = self.weight.data
         if whole is not None:
             if lookup.bring is not None:
-                lookup.bring(0.0)
+                lookup.bring(True)
             if weight.data_ptr() != whole.data_ptr():  # it was moved
                 weight.copy_(whole.detach())
             return

@@ -281,10 +281,13 @@ class Trainer:
 
     def meet(self, name: str) -> str | None:
         """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
-        key = self.client.barrier(name, self.config.user_call())
-        if isinstance(self._exchange, AsyncExchange):
-            self._exchange.expire_rows()
+        key = self._stand(name, self.config.user_call())
+        if isinstance(self._exchange, SyncExchange | AsyncExchange):
+            self._exchange.met()
         return key
+
+    def _stand(self, name: str, call: str) -> str | None:
+        return self.client.barrier(name, call)
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
@@ -304,9 +307,8 @@ class Trainer:
         """Makes the servers load a save, once every worker is here; all continue with what was loaded."""
         client = self.client
         self._do_together(f"load {dirname} {tables}", lambda key: client.load(dirname, tables=tables, key=key))
-        self._stop_exchange()  # geo: the rows here are from before the load
         self._take_parameters(client)
-        self._exchange = self._start_exchange(client)
+        self._restart_exchange()
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""
@@ -411,6 +413,11 @@ class Trainer:
         self._exchange = None
         if exchange is not None:
             exchange.close()
+
+    def _restart_exchange(self) -> None:
+        """Begins to exchange anew: rows that are kept here are from before a load."""
+        self._stop_exchange()
+        self._exchange = self._start_exchange(self.client)
 
     def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
         with as_plain():

@@ -127,6 +127,25 @@ def order_of_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rows_of_a_loaded_save_are_in_the_next_step(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """D.8: also those of nn.Embedding that no push has changed since, which are kept here."""
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(mode), make_adagrad, seed=rank)
+        train(model, optimizer, batches(3, rank, 2))
+        own.save_persistables(tmp_path / "model")
+        saved = model.module.words(torch.arange(20)).detach().clone()
+        train(model, optimizer, batches(6, rank, 2)[3:])
+        own.load_model(tmp_path / "model")
+        loaded = model.module.words(torch.arange(20)).detach().clone()
+        own.stop_worker()
+        return saved, loaded
+
+    for saved, loaded in job(monkeypatch, work, strategy=hybrid(mode)):
+        assert torch.equal(saved, loaded)
+
+
 def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """D.8, 003-19: save on two servers, load on one: the same bits as without; nobody saves before trainer 0 gave."""
     folder = tmp_path / "model"

@@ -13,6 +13,7 @@ import fleet
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.worker.row_replicas import OLD_S, RowReplicas
+from fleet.ps.worker.served_embedding import serve_embeddings
 from tests.fleet.ps.service import SPARSE, gradient, serving
 from tests.helpers.served import RowSum, run_job
 
@@ -114,8 +115,7 @@ def test_training_does_not_run_ahead_of_what_is_sent(merge: int, monkeypatch: py
 def test_an_answer_from_before_a_barrier_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as service:
         client = service.client(0, tables={0: SPARSE})
-        weight = torch.zeros(ROWS, SPARSE.dim)
-        replicas = RowReplicas(client, {0: weight})
+        replicas, weight = replica(client)
         watch = client.watch
 
         def slowly(table_ids: Any) -> Any:
@@ -127,7 +127,7 @@ def test_an_answer_from_before_a_barrier_is_too_old(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(client, "watch", slowly)
         replicas.receive()
-        replicas.bring()
+        replicas.bring(OLD_S)
         assert weight[5].count_nonzero()
 
 
@@ -258,7 +258,10 @@ def pushed(client: Client, *keys: int, value: float = 1.0) -> None:
 
 def replica(client: Client, rows: int = 8) -> tuple[RowReplicas, torch.Tensor]:
     weight = torch.full((rows, 2), 7.0)
-    return RowReplicas(client, {0: weight}), weight
+    net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
+    serve_embeddings(net)
+    net[0].read_weight()
+    return RowReplicas(client, {0: net[0]}, OLD_S, lambda: None), weight
 
 
 def test_a_server_that_came_back_makes_all_rows_be_read(tmp_path: Any) -> None:
@@ -286,7 +289,7 @@ def test_the_thread_that_does_not_train_asks_and_rests_and_writes_nothing() -> N
         pushed(a, 1)
         rows.receive()
         assert not weight.any()
-        rows.bring()
+        rows.bring(OLD_S)
         assert weight[1].tolist() == [-1, -1]
         pushed(a, 1)
         rows._rests_until = time.monotonic() + 60
@@ -294,5 +297,5 @@ def test_the_thread_that_does_not_train_asks_and_rests_and_writes_nothing() -> N
         rows.bring(60.0)
         assert weight[1].tolist() == [-1, -1]
         rows.expire()
-        rows.bring()
+        rows.bring(OLD_S)
         assert weight[1].tolist() == [-2, -2]

@@ -152,8 +152,7 @@ def pair() -> Any:
     own = Fleet()
     own.init(log_level="WARNING")
     net = nn.ModuleDict({"words": nn.Embedding(10, 4, sparse=True), "ads": fleet.SparseEmbedding(4)})
-    made = fleet.DistributedStrategy()
-    made.a_sync = False
+    made = fleet.StrategyFactory.create_half_async_strategy()  # sync keeps the rows in the weight
     optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1), made)
     model = own.distributed_model(net)
     own.init_worker()
@@ -161,6 +160,7 @@ def pair() -> Any:
     (model["words"](ids).sum() + model["ads"](ids).sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
+    own.session.server_job.trainer.flush()
     yield model, optimizer
     own.stop_worker()
     own.session.close()
