@@ -19,9 +19,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -31,11 +30,13 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.client.link import Link, Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
+    PART_BYTES,
     Header,
     MessageError,
     MessageFlag,
@@ -47,9 +48,9 @@ from fleet.ps.wire.messages import (
 )
 from fleet.ps.wire.positions import Positions, positions_tail
 from fleet.ps.wire.row_form import Remainders, wire_parts
-from fleet.ps.wire.transport import Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
+from fleet.ps.wire.transport import SocketTransport, Transport
 
-__all__ = ["Client", "Gradient", "Ticket", "fill", "wait_for_servers"]
+__all__ = ["Client", "Gradient", "Ticket", "fill"]
 
 TakeChanged = Callable[[Mapping[int, tuple[Keys, Rows]]], None]
 _LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
@@ -330,6 +331,32 @@ class Client:
         self.step = max(self.step, step)
         return ticket
 
+    @contextmanager
+    def places(self, table_ids: Sequence[int]) -> Iterator[dict[int, Rows]]:
+        """Yields memory for gradients of dense tables, or for none of them.
+
+        A push that is made inside, with these tables first and in this order, does not copy what is there. Other
+        threads wait meanwhile.
+        """
+        sizes = {
+            table_id: config.size
+            for table_id in table_ids
+            if isinstance(config := self._table(table_id).config, DenseTableConfig)
+        }
+        link = self._links[0]
+        with link.lock:
+            wholes = [PART_BYTES + 4 * size + -4 * size % 8 for size in sizes.values()]
+            place = link.place(sum(wholes)) if len(self._links) == 1 and self.config.wire == "float32" else None
+            starts = itertools.accumulate(wholes, initial=PART_BYTES)
+            yield (
+                {}
+                if place is None
+                else {
+                    table_id: np.frombuffer(place, np.float32, size, start)
+                    for (table_id, size), start in zip(sizes.items(), starts, strict=False)
+                }
+            )
+
     def add(self, deltas: Mapping[int, Gradient | Rows], *, step: int = 0) -> Ticket:
         """Adds deltas to the values (geo); ``step`` above 0 is applied once per worker even after its restart."""
         return self._change(Op.ADD, deltas, step)
@@ -530,98 +557,3 @@ class Client:
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(0.0 if self.config.has_others and link.is_cut else every_s)
-
-
-_POLL_S = 0.2
-_GREETING_S = 0.05
-_SILENT_ENDS = 2
-
-
-def wait_for_servers(
-    endpoints: Sequence[str],
-    transport: Transport,
-    *,
-    notify: Callable[[str], None] = print,
-    timeout_s: float | None = None,
-    interval_s: float = 3.0,
-    connect_timeout_s: float = 1.0,
-    others: Sequence[Sequence[str]] = (),
-) -> None:
-    """Waits until every server greets, at its endpoint or one of its ``others``; reports every ``interval_s`` seconds
-    where none does.
-
-    Raises:
-        PSError: some were missing after ``timeout_s``; the message names them.
-    """
-    began = time.monotonic()
-    said = began - interval_s
-    explained = False
-    with ExitStack() as stack:
-        groups = [
-            [_Probe(each, transport, connect_timeout_s) for each in (endpoint, *(others[index] if others else ()))]
-            for index, endpoint in enumerate(endpoints)
-        ]
-        for probe in itertools.chain(*groups):
-            stack.callback(probe.close)
-        while True:
-            groups = [group for group in groups if not any([probe.answers() for probe in group])]
-            absent = [group[0].endpoint for group in groups]
-            if not absent:
-                return
-            now = time.monotonic()
-            if timeout_s is not None and now - began > timeout_s:
-                raise PSError(
-                    f"parameter servers {absent} did not come within {timeout_s} s. Look at their logs, or raise the "
-                    "timeout."
-                )
-            if now - said >= interval_s:
-                said = now
-                notify(f"server not ready, wait {interval_s:g} sec to retry...")
-                notify(f"not ready endpoints:{absent}")
-                if now - began >= interval_s and not explained:
-                    explained = True
-                    notify(_explanation(absent, timeout_s))
-            time.sleep(_POLL_S)
-
-
-def _explanation(absent: Sequence[str], timeout_s: float | None) -> str:
-    limit = "" if timeout_s is None else f" This worker waits {timeout_s:g} s (FLAGS_stop_check_timeout)."
-    return (
-        f"nobody listens on {', '.join(absent)}: that parameter server has not come to fleet.run_server() yet, has "
-        f"ended (its log says why), or PADDLE_PSERVERS_IP_PORT_LIST is wrong here.{limit}"
-    )
-
-
-class _Probe:
-    """Watches one endpoint. Accepted connections prove nothing, because the launcher holds the port of a server.
-
-    A connection without a greeting is kept: a server that starts later greets it first.
-    """
-
-    def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
-        self.endpoint = endpoint
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self._connection: Connection | None = None
-        self._silent_ends = 0
-
-    def answers(self) -> bool:
-        """Returns whether a server has greeted, or has hung up twice because it expects TLS (connecting reports it)."""
-        try:
-            if self._connection is None:
-                self._connection = self._transport.connect(self.endpoint, self._timeout_s)
-            self._connection.receive(memoryview(bytearray(1)), _GREETING_S, _GREETING_S)
-        except TransferTimeout:
-            return False
-        except ConnectionLost:
-            self._silent_ends += self._connection is not None
-            self.close()
-            return self._silent_ends == _SILENT_ENDS
-        self.close()
-        return True
-
-    def close(self) -> None:
-        """Closes the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None

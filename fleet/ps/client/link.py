@@ -166,6 +166,15 @@ class Link:
                 raise
             return request
 
+    def place(self, size: int) -> memoryview | None:
+        """Returns where the next body lies, ``size`` bytes, if it need not be copied there.
+
+        The caller holds :attr:`lock` until it has submitted that request.
+        """
+        if self._pending or self._connection is None:  # a request without an answer may be sent again from there
+            return None
+        return self._connection.place_in_memory(size)
+
     def finish(self, request: Request) -> Status:
         """Waits for the answer to ``request`` and returns its status.
 

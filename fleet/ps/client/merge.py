@@ -82,8 +82,12 @@ def with_distinct_ids(gradients: Sequence[Gradient]) -> Gradient:
     """Returns the sum of gradients without shows, clicks and slots, in the order given."""
     if len(gradients) == 1 and gradients[0].distinct:
         return gradients[0]
-    ids, inverse = UniqueKeys()(np.concatenate([item.ids for item in gradients]))
-    return Gradient(ids, sum_rows(np.concatenate([item.rows for item in gradients]), inverse, len(ids)))
+    if len(gradients) == 1:
+        every, rows = gradients[0].ids, gradients[0].rows
+    else:
+        every, rows = np.concatenate([one.ids for one in gradients]), np.concatenate([one.rows for one in gradients])
+    ids, inverse = UniqueKeys()(every)
+    return Gradient(ids, sum_rows(rows, inverse, len(ids)))
 
 
 def _or_constant(values: Rows | None, n: int, constant: float) -> Rows:

@@ -20,6 +20,7 @@ from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
+from fleet.ps.table.ids import UniqueKeys, mean_of, sum_rows
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.wire.messages import TablePart
@@ -27,7 +28,6 @@ from fleet.ps.wire.messages import TablePart
 __all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
 
 _LONGEST_DAY = 256
-_CACHED = 1 << 16  # so many sums stay in the processor's cache until they are complete
 
 
 class Stamps:
@@ -98,51 +98,30 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
         with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged, as one
             process would count them for the whole batch.
     """
-    scale = np.float32(divisor)
     first = parts[0]
     if first.ids is None:
-        return _mean_of_dense(parts, scale)
-    every = np.concatenate([part.ids for part in parts if part.ids is not None])
-    keys, inverse = np.unique(every, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    rows = np.zeros((len(keys), first.dim), np.float32)
+        every = [part.rows.reshape(-1) for part in parts if part.rows is not None]
+        return TablePart(first.table_id, first.n, 1, rows=mean_of(every, divisor).reshape(-1, 1))
+    keys, inverse = UniqueKeys()(np.concatenate([part.ids for part in parts if part.ids is not None]))
+    rows = sum_rows(np.concatenate([part.rows for part in parts if part.rows is not None]), inverse, len(keys))
+    with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
     shows = np.zeros(len(keys), np.float32)
     clicks = np.zeros(len(keys), np.float32)
-    with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
     slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
     start = 0
-    for part in parts:
+    for part in parts if with_shows or slots is not None else ():
         places = inverse[start : start + part.n]
         start += part.n
-        assert part.rows is not None
-        if part.n and np.bincount(places).max() > 1:
-            np.add.at(rows, places, part.rows)
-        else:
-            rows[places] += part.rows
         if with_shows:
             np.add.at(shows, places, np.float32(1) if part.shows is None else part.shows)
             if part.clicks is not None:
                 np.add.at(clicks, places, part.clicks)
         if slots is not None and part.slots is not None:
             slots[places] = part.slots
-    rows /= scale
+    rows /= np.float32(divisor)
     if not with_shows:
         return TablePart(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
     return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
-
-
-def _mean_of_dense(parts: Sequence[TablePart], scale: np.float32) -> TablePart:
-    first = parts[0]
-    assert first.rows is not None
-    total = np.empty((first.n, 1), np.float32)
-    for start in range(0, first.n, _CACHED):
-        piece = total[start : start + _CACHED]
-        np.add(first.rows[start : start + _CACHED], np.float32(0), out=piece)  # 0, as a sum begins: no -0
-        for part in parts[1:]:
-            assert part.rows is not None
-            piece += part.rows[start : start + _CACHED]
-        piece /= scale
-    return TablePart(first.table_id, first.n, 1, rows=total)
 
 
 def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> ServedTable:

@@ -14,8 +14,9 @@ user, a container with processes of its own, a system without memfd) says why, a
 Each direction has one place, so the next body may be written once the other end has done with the last one. A worker's
 request is done with when it is answered: the server copies what it keeps for longer. Rows are done with when the worker
 sends its next request that asks for rows, because a link takes outstanding rows before it sends anything
-(:meth:`fleet.ps.client.link.Link.submit`). Pages are taken by the first body that reaches them and kept until the
-connection ends: a connection takes as much memory as its largest body in each direction.
+(:meth:`fleet.ps.client.link.Link.submit`). A worker without outstanding requests may write its next body there piece by
+piece (:meth:`fleet.ps.client.client.Client.places`). Pages are taken by the first body that reaches them and kept until
+the connection ends: a connection takes as much memory as its largest body in each direction.
 """
 
 from __future__ import annotations

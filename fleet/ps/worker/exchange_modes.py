@@ -91,7 +91,7 @@ class SyncExchange:
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client = client
         self.plan = plan
-        self._spare: dict[int, Rows] = {}  # memory for dense gradients; new memory costs as much as sending them
+        self._spare: dict[int, Rows | None] = {}  # memory for dense gradients; new memory costs as much as sending them
         self._replicas = make_replicas(client, plan)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
@@ -108,25 +108,30 @@ class SyncExchange:
 
     def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
-        memory = self._spare
+        spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
-        everything: dict[int, Gradient | Rows] = {
-            table_id: with_distinct_ids([value]) if isinstance(value, Gradient) else value
-            for table_id, value in gradients.items()
-        }
-        for part in self.plan.dense:
-            values = None if part.table_id in gradients else part.gradients(memory.get(part.table_id))
-            if values is not None:
-                everything[part.table_id] = memory[part.table_id] = values
-        takes = {part.table_id: part.assign for part in self.plan.dense}
-        own = {table_id: takes.pop(table_id) for table_id in everything if table_id in takes}
         replicas = self._replicas
-        changed = None if replicas is None else replicas.take
-        self.client.wait(self.client.push(everything, positions=positions, out=own, changed=changed))
+        with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
+            everything: dict[int, Gradient | Rows] = {}  # dense tables first, as their places are
+            for part in self.plan.dense:
+                values = gradients.get(part.table_id)
+                if values is None and part.table_id in places:
+                    values = part.gradients(places[part.table_id])
+                elif values is None:
+                    values = spare[part.table_id] = part.gradients(spare.get(part.table_id))
+                if values is not None:
+                    everything[part.table_id] = values
+            sparse = {key: value for key, value in gradients.items() if isinstance(value, Gradient)}
+            everything |= {key: with_distinct_ids([value]) for key, value in sparse.items()}
+            takes = {part.table_id: part.assign for part in self.plan.dense}
+            answered = {key: takes.pop(key) for key in everything if key in takes}
+            changed = None if replicas is None else replicas.take
+            ticket = self.client.push(everything, positions=positions, out=answered, changed=changed)
+        self.client.wait(ticket)
         self._receive(takes)
         if replicas is not None:
             replicas.complete()
-        self._spare = memory
+        self._spare = spare
 
     def settle(self) -> None:
         """Waits until every server has applied the steps that this worker pushed, also where it had no share."""

@@ -14,7 +14,7 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
-from fleet.ps.client.client import wait_for_servers
+from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.server import operations
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport

@@ -1,11 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Worker kernels: the distinct keys of a batch, their places in an array, sums of their gradients, one step of SGD."""
+"""Kernels for gradients: the distinct keys of a batch, their places in an array, sums and means, one step of SGD."""
 
 from __future__ import annotations
 
 from fleet.ps.table.kernels.common import f32, floats, i32, i64, ints, kernel, mix, octets, prefetch, u64, words
 
 _AHEAD = 16
+_CACHED = 1 << 12  # so many sums stay in the processor's first cache until they are complete
 
 
 @kernel
@@ -83,6 +84,27 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
         source, target = floats(gradients + 4 * i * dim), floats(out + 4 * i64(places[i]) * dim)
         for j in range(dim):
             target[j] += source[j]
+
+
+@kernel
+def mean_of(sources, count, n, divisor, out):
+    """Writes the sums of ``count`` arrays of ``n`` numbers, added in their order to 0, over ``divisor``."""
+    arrays, scale, none = words(sources), f32(divisor), f32(0.0)
+    for start in range(0, n, _CACHED):
+        size = min(_CACHED, n - start)
+        total, first = floats(out + 4 * start), floats(arrays[0] + 4 * start)
+        if count == 1:
+            for j in range(size):
+                total[j] = (none + first[j]) / scale
+            continue
+        for i in range(1, count - 1):
+            source = floats(arrays[i] + 4 * start)
+            for j in range(size):
+                total[j] = (none + first[j]) + source[j]
+            first = total
+        last = floats(arrays[count - 1] + 4 * start)
+        for j in range(size):
+            total[j] = ((none + first[j]) + last[j]) / scale
 
 
 @kernel

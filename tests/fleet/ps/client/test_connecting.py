@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fleet.errors import PSError
-from fleet.ps.client.client import wait_for_servers
+from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.wire.transport import ConnectionLost, SocketTransport
 from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.service import silent

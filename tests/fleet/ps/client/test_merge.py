@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from fleet.errors import ConfigError
 from fleet.ps.client.merge import merge_gradients, sum_by_id
 from fleet.ps.server.served_table import merge_parts
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.ids import mean_of
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import rule_from_paddle
 from fleet.ps.wire.messages import TablePart
@@ -88,3 +91,25 @@ def test_a_mean_of_many_dense_values_is_that_of_whole_sums():
     values = rng.standard_normal((3, 70_001, 1)).astype(np.float32)
     merged = merge_parts([TablePart(0, 70_001, 1, rows=rows) for rows in values], 3)
     np.testing.assert_array_equal(merged.rows, (values[0] + values[1] + values[2]) / np.float32(3))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_mean_is_the_sum_from_0_in_the_order_given(count):
+    values = np.random.default_rng(1).standard_normal((count, 5000)).astype(np.float32)
+    values[:, 7] = -0.0
+    total = np.zeros(5000, np.float32)
+    for one in values:
+        total += one
+    found = mean_of(list(values), 7)
+    np.testing.assert_array_equal(found, total / np.float32(7))
+    assert not np.signbit(found[7])
+    out = np.empty(5000, np.float32)
+    assert mean_of(list(values), 7, out) is out
+    np.testing.assert_array_equal(out, found)
+
+
+def test_a_mean_of_other_arrays_is_refused():
+    with pytest.raises(ConfigError, match=r"arrays of \[3, 4\] numbers have no mean"):
+        mean_of([np.zeros(3, np.float32), np.zeros(4, np.float32)], 2)
+    with pytest.raises(ConfigError, match="values are float64"):
+        mean_of([np.zeros(3)], 2)

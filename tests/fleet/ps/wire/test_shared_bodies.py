@@ -6,6 +6,8 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +326,78 @@ def test_after_the_end_no_process_has_it() -> None:
         assert mapped() > before
     del client, service
     until(lambda: mapped() == before, 10)
+
+
+# -- gradients that are written where the body lies ------------------------------------------------------------------
+
+TWO = {**TABLES, 2: DenseTableConfig("head", 1501, SGD)}
+
+
+def test_gradients_of_a_push_are_written_where_its_body_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    with serving(transport=SocketTransport(), mode="sync") as service:
+        client = service.client(tables=TWO)
+        client.wait(client.set_dense({key: np.zeros(TWO[key].size, np.float32) for key in (1, 2)}))  # type: ignore[union-attr]
+        memory = client._links[0]._connection._memory  # type: ignore[union-attr]
+        assert memory is not None
+        write = SharedBodies.write
+
+        def counting(self: SharedBodies, buffers: Any) -> None:
+            before = bytes(self._own[: sum(map(len, buffers))])
+            write(self, buffers)
+            after = bytes(self._own[: len(before)])
+            copied.append(sum(a != b for a, b in zip(before, after, strict=True)))
+
+        monkeypatch.setattr(SharedBodies, "write", counting)
+        for step in (1, 2):
+            with client.places([1, 2]) as places:
+                for key, place in places.items():
+                    place[:] = np.arange(len(place)) + key
+                ticket = client.push({**places, 0: gradient([step])})
+            client.wait(ticket)
+            assert copied.pop(0) < 200  # the heads of the parts, and the row
+            copied.clear()
+        monkeypatch.undo()
+        found = client.wait(client.pull({0: ids(1, 2), 1: None, 2: None}))
+        assert found[0][:, 0].tolist() == [-1, -1]
+        for key in (1, 2):
+            np.testing.assert_array_equal(found[key], -2 * (np.arange(len(found[key]), dtype=np.float32) + key))
+
+
+def test_nobody_else_writes_there_before_the_push(tmp_path: Path) -> None:
+    """A thread that evaluates while another one trains: its question would lie at the same place."""
+    asked = threading.Event()
+    with serving(transport=SocketTransport(), mode="sync") as service:
+        client = service.client(tables=TABLES)
+        client.wait(client.set_dense({1: np.zeros(SIZE, np.float32)}))
+
+        def evaluate() -> None:
+            asked.set()
+            client.wait(client.pull({0: np.arange(5000)}, wait_for_others=False))
+
+        with client.places([1]) as places:
+            places[1][:] = 1.0
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            asked.wait()
+            time.sleep(0.05)
+            ticket = client.push(places)
+        client.wait(ticket)
+        thread.join()
+        np.testing.assert_array_equal(client.wait(client.pull({1: None}))[1], np.full(SIZE, -1, np.float32))
+
+
+def test_there_is_no_such_place_where_a_body_is_not_sent_from_it() -> None:
+    with serving(transport=SocketTransport(), num_servers=2) as two, two.client(tables=TABLES).places([1]) as places:
+        assert places == {}
+    with serving(transport=SocketTransport(), num_workers=2) as service:
+        for config in ({"shares_memory": False}, {"wire": "bfloat16"}):
+            with service.client(tables=TABLES, **config).places([1]) as places:  # type: ignore[arg-type]
+                assert places == {}
+        client = service.client(1, tables=TABLES)
+        with client.places([1]) as places:
+            assert list(places) == [1]
+            waiting = client.push(places)
+        with client.places([1]) as places:
+            assert places == {}  # what is not answered may be sent again from there
+        client.wait(waiting)
