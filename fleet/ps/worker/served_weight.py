@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +43,19 @@ _BATCH = (
 )
 
 
+_INSTEAD = "Set weights before fleet.init_worker(), or load a save of the servers with fleet.load_model(dirname)."
+
+
 class WatchesWeight(nn.Module):
-    """Base of modules whose ``weight`` is a :class:`ServedWeight`."""
+    """Base of modules whose ``weight`` is a :class:`ServedWeight`.
+
+    While the servers have the rows, what would part the weight from them is refused, before it changes anything here.
+    """
 
     weight: Tensor
     lookup: RowLookup
     holds_rows = False  # the weight has room for the rows
+    fixed: frozenset[str] = frozenset()  # attributes that the table was made from
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weight."""
@@ -62,13 +69,66 @@ class WatchesWeight(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.watch_weight()  # of a copy
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        with as_plain():
-            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.fixed:
+            self._refuse_while_served(f"{name} = ...", name)
+        super().__setattr__(name, value)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def __delattr__(self, name: str) -> None:
+        if name in self.fixed:
+            self._refuse_while_served(f"del {name}", name)
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Adds a parameter; one that stands for the weight is refused while the servers have the rows."""
+        if name.startswith("weight"):  # pruning makes weight_orig
+            self._refuse_while_served(f"register_parameter({name!r})", "weight")
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with as_plain():
-            super()._load_from_state_dict(*args, **kwargs)
+            if self._is_served():
+                self._check_dtype(fn(self.weight.detach()[:0]).dtype)
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        if self._is_served() and f"{prefix}weight" in state_dict:
+            if local_metadata.get("assign_to_params_buffers", False):
+                self._refuse_while_served("load_state_dict(assign=True)", "weight")
+            warnings.warn(
+                f"load_state_dict() does not change what is trained of {self.lookup.label}: its rows are on the "
+                f"parameter servers. {_INSTEAD}",
+                OptionWarning,
+                stacklevel=2,
+            )
+        with as_plain():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _is_served(self) -> bool:
+        lookup: RowLookup | None = self.__dict__.get("lookup")  # not there yet while the module is made
+        return lookup is not None and lookup.trains()
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype is not torch.float32:
+            raise ConfigError(
+                f"{self.lookup.label}: its weight would become {dtype}, but the rows are on the parameter servers, "
+                "whose tables hold float32. Convert other modules only, or compute in bfloat16: strategy.amp = True."
+            )
+
+    def _refuse_while_served(self, what: str, name: str) -> None:
+        if not self._is_served():
+            return
+        if name == "weight":
+            raise ConfigError(
+                f"{self.lookup.label}: {what} would replace its weight here, but the rows are on the parameter "
+                f"servers. {_INSTEAD}"
+            )
+        raise ConfigError(
+            f"{self.lookup.label}: {what} would not change its table, which the parameter servers made when training "
+            f"began. Set {name} when the module is made."
+        )
 
 
 class ServedWeight(nn.Parameter):
@@ -97,12 +157,17 @@ class ServedWeight(nn.Parameter):
         if module is None or not module.lookup.trains():
             return
         label = module.lookup.label
+        if "weight" not in module._parameters:  # weight_norm takes it away without a word, and then reads it
+            module._parameters["weight"] = self
+            raise ConfigError(
+                f"{label}: {name} would put another weight in the place of its own, but the rows are on the parameter "
+                f"servers. {_INSTEAD}"
+            )
         if name in _HOOKS:
             raise ConfigError(no_hook(label))
         if is_changed:
             raise ConfigError(
-                f"{label}: {name} would change its weight here, but the rows are on the parameter servers. Set weights "
-                "before fleet.init_worker(), or load a save of the servers with fleet.load_model(dirname)."
+                f"{label}: {name} would change its weight here, but the rows are on the parameter servers. {_INSTEAD}"
             )
         if name == "autograd.grad":
             raise ConfigError(
