@@ -2,19 +2,21 @@
 
 For ``nn.Embedding(sparse=True)`` each use reads the servers' rows first, and its gradient goes to them: an L2 penalty
 on ``emb.weight`` means the same as in plain torch. For ``fleet.SparseEmbedding``, whose weight is empty, it is refused.
+So is a change of the weight's values, also through what shares its memory: ``weight.data``, its views, its array.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fleet.errors import ConfigError, OptionWarning
 
@@ -131,7 +133,24 @@ class WatchesWeight(nn.Module):
         )
 
 
-class ServedWeight(nn.Parameter):
+def _changes(name: str) -> Callable[[Any, Any], Any]:
+    def change(self: Any, other: Any) -> Any:
+        self._prepare(name, True)
+        return getattr(Tensor, name)(self, other)
+
+    return change
+
+
+class _Operators:
+    """``w += 1`` and its siblings: torch takes a TypeError, such as ConfigError, for a type that it does not know."""
+
+    __slots__ = ()
+    __iadd__, __isub__, __imul__ = _changes("__iadd__"), _changes("__isub__"), _changes("__imul__")
+    __itruediv__, __ifloordiv__, __imod__ = _changes("__itruediv__"), _changes("__ifloordiv__"), _changes("__imod__")
+    __ipow__ = _changes("__ipow__")
+
+
+class ServedWeight(_Operators, nn.Parameter):
     """A parameter that stands for rows; :meth:`WatchesWeight.watch_weight` makes one of a module's weight."""
 
     @classmethod
@@ -141,20 +160,11 @@ class ServedWeight(nn.Parameter):
         Raises:
             ConfigError: it would change values on the servers, or the weight has no rows to read.
         """
-        kwargs = kwargs or {}
-        name = _name(func)
-        with as_plain():
-            if name is not None:
-                changed = _changed(name, args, kwargs)
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, ServedWeight):
-                        leaf._prepare(name, any(leaf is one for one in changed))
-            return func(*args, **kwargs)
+        return _run(func, args, kwargs or {})
 
     def _prepare(self, name: str, is_changed: bool) -> None:
-        found: Callable[[], WatchesWeight | None] = self.__dict__.get("module", lambda: None)
-        module = found()
-        if module is None or not module.lookup.trains():
+        module = _served_module(self)
+        if module is None:
             return
         label = module.lookup.label
         if "weight" not in module._parameters:  # weight_norm takes it away without a word, and then reads it
@@ -166,9 +176,7 @@ class ServedWeight(nn.Parameter):
         if name in _HOOKS:
             raise ConfigError(no_hook(label))
         if is_changed:
-            raise ConfigError(
-                f"{label}: {name} would change its weight here, but the rows are on the parameter servers. {_INSTEAD}"
-            )
+            _refuse_change(module, name)
         if name == "autograd.grad":
             raise ConfigError(
                 f"{label}: torch.autograd.grad() with respect to its weight would see no lookup: the rows are on the "
@@ -186,6 +194,85 @@ class ServedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})  # the module knows what it is
+
+
+class ServedRows(_Operators, Tensor):
+    """What shares the memory of a :class:`ServedWeight`, such as ``weight.data`` and its views: to be read.
+
+    A change would reach this worker's copy of the rows only, or would be lost with the next read.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs ``func``; raises ConfigError where it would change rows that are on the servers."""
+        return _run(func, args, kwargs or {})
+
+    def _prepare(self, name: str, is_changed: bool) -> None:
+        module = _served_module(self) if is_changed else None
+        if module is not None:
+            _refuse_change(module, name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self._plain().__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # a file holds a tensor that every torch can read
+
+    def _plain(self) -> Tensor:
+        with as_plain():
+            return self.as_subclass(Tensor)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = _name(func)
+    with as_plain():
+        if name is None:
+            return func(*args, **kwargs)
+        changed = _changed(name, args, kwargs)
+        watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ServedWeight | ServedRows)]
+        for leaf in watched:
+            leaf._prepare(name, any(leaf is one for one in changed))
+        found = func(*args, **kwargs)
+        served = {_memory(leaf): leaf.__dict__["module"] for leaf in watched if _served_module(leaf) is not None}
+        if not served:
+            return found
+        if isinstance(found, Iterator):
+            return iter([_guarded(one, served) for one in found])
+        return tree_map(lambda one: _guarded(one, served), found)
+
+
+def _served_module(tensor: ServedWeight | ServedRows) -> WatchesWeight | None:
+    """Returns the module whose rows, on servers now, ``tensor`` stands for."""
+    found: Callable[[], WatchesWeight | None] = tensor.__dict__.get("module", lambda: None)
+    module = found()
+    return module if module is not None and module.lookup.trains() else None
+
+
+def _guarded(found: Any, served: Mapping[int, Any]) -> Any:
+    """Returns ``found``, and what shares memory with a weight of ``served`` as values that cannot be changed."""
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False
+    if not isinstance(found, Tensor) or isinstance(found, ServedWeight | ServedRows) or _memory(found) not in served:
+        return found
+    rows = found.as_subclass(ServedRows)
+    rows.__dict__["module"] = served[_memory(found)]
+    return rows
+
+
+def _memory(tensor: Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return found
+
+
+def _refuse_change(module: WatchesWeight, name: str) -> None:
+    raise ConfigError(
+        f"{module.lookup.label}: {name} would change its weight here, but the rows are on the parameter servers. "
+        f"{_INSTEAD}"
+    )
 
 
 def no_hook(label: str) -> str:

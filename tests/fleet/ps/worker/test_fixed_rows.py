@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,6 +184,83 @@ def test_a_state_that_is_loaded_into_rows_says_that_it_changes_none(job: Job) ->
     with pytest.raises(ConfigError, match=r"assign=True\) would replace"):
         net.load_state_dict(state, assign=True)
     assert torch.equal(job.rows(), before)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "data.clamp_": lambda w: w.data.clamp_(-1, 1),
+    "data[0] = 0": lambda w: w.data.__setitem__(0, 0.0),
+    "data[0].zero_": lambda w: w.data[0].zero_(),
+    "data.view(-1)[2:].fill_": lambda w: w.data.view(-1)[2:].fill_(1.0),
+    "data.normal_": lambda w: w.data.normal_(),
+    "init of data": lambda w: nn.init.uniform_(w.data),
+    "detach.mul_": lambda w: w.detach().mul_(2),
+    "detach += 1": lambda w: operator.iadd(w.detach(), 1),
+    "data **= 2": lambda w: operator.ipow(w.data, 2),
+    "weight -= 1": lambda w: torch.no_grad()(operator.isub)(w, 1),
+    "out=": lambda w: torch.add(torch.ones(4), 1, out=w.data[1]),
+    "_foreach_mul_": lambda w: torch._foreach_mul_([w.data], 2.0),
+    "row.data": lambda w: w[0].data.zero_(),
+    "unbind": lambda w: w.detach().unbind()[0].zero_(),
+    "iteration": lambda w: next(iter(w.data)).zero_(),
+    "T": lambda w: w.data.T.zero_(),
+    "data.data": lambda w: w.data.data.zero_(),
+    "view without gradients": lambda w: torch.no_grad()(w.__getitem__)(0).zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_through_what_shares_the_weights_memory_is_refused(async_job: Job, write: Callable[[Any], Any]) -> None:
+    before = async_job.rows()
+    with pytest.raises(ConfigError, match="would change its weight here, but the rows are on the parameter servers"):
+        write(async_job.net.emb.weight)
+    assert torch.equal(async_job.rows(), before)
+    assert trains_as_before(async_job, async_job.net.emb.weight)
+
+
+def test_no_write_reaches_rows_in_any_mode(job: Job) -> None:
+    for parameter in (job.net.emb.weight, job.net.ads.weight, job.model.state_dict()["emb.weight"]):
+        with pytest.raises(ConfigError, match="would change its weight here"):
+            parameter.data.clamp_(-1, 1)
+    for array in (job.net.emb.weight.detach().numpy(), np.asarray(job.net.emb.weight.data)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0.0
+    frozen = job.net.emb.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="read-only"):
+        frozen.numpy()[...] = 0.0
+    with pytest.raises(ConfigError, match="zero_ would change"):
+        frozen[1:3].zero_()
+
+
+def test_values_that_are_read_are_those_of_plain_torch(async_job: Job) -> None:
+    weight, rows = async_job.net.emb.weight, async_job.rows()
+    data = weight.data
+    assert isinstance(data, torch.Tensor)
+    assert repr(data) == repr(rows)
+    assert type(rows) is type(data * 1) is type(data.clone()) is type(data[torch.tensor([1])]) is torch.Tensor
+    assert torch.equal(torch.nn.functional.linear(torch.ones(1, 4), data), rows.sum(1)[None])
+    into = torch.zeros(ROWS, 4)
+    into.copy_(data).add_(data).sub_(weight.detach())
+    assert torch.equal(into, rows)
+    for free in (copy.deepcopy(data), copy.deepcopy(async_job.model.state_dict())["emb.weight"], data.double()):
+        free.zero_()
+    file = io.BytesIO()
+    torch.save({"state": async_job.net.state_dict(), "row": data[2]}, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    assert type(read["state"]["emb.weight"]) is torch.Tensor
+    assert torch.equal(read["row"], rows[2])
+    weight[2:4].square().sum().backward()
+    assert torch.equal(weight.grad[2:4], 2 * rows[2:4])
+
+
+def test_what_was_read_while_the_servers_had_the_rows_is_free_afterwards() -> None:
+    made = Job("geo")
+    data = made.net.emb.weight.data
+    made.own.stop_worker()
+    data.zero_()
+    made.net.emb.weight.data[0] = 1.0
+    assert made.net.emb.weight.detach().numpy().sum() == 4.0
+    made.own.session.close()
 
 
 def test_copies_and_modules_after_the_job_are_free_again() -> None:
