@@ -7,6 +7,8 @@ So is a change of the weight's values, also through what shares its memory: ``we
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fleet.errors import ConfigError, OptionWarning
@@ -35,6 +38,9 @@ _DESCRIBES = frozenset((
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
     "randn_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "_has_compatible_shallow_copy_type",
 ))  # fmt: skip
+_GRADIENT: Any = Tensor.grad
+_READS_GRADIENT, _SETS_GRADIENT, _DELETES_GRADIENT = _GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__
+_ZERO_GRADS = frozenset((inspect.unwrap(nn.Module.zero_grad).__code__, inspect.unwrap(Optimizer.zero_grad).__code__))
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes with values; the others describe
 # Functions that show that a weight is empty.
@@ -61,6 +67,12 @@ class WatchesWeight(nn.Module):
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weight."""
+
+    def forget_gradients(self) -> None:
+        """Forgets the gradients of rows that were not sent yet."""
+        self.lookup.drop()
+        with as_plain():
+            self.weight.grad = None
 
     def watch_weight(self) -> None:
         """Makes the weight a ServedWeight of this module; the object stays the same, so optimizers keep it."""
@@ -160,7 +172,15 @@ class ServedWeight(_Operators, nn.Parameter):
         Raises:
             ConfigError: it would change values on the servers, or the weight has no rows to read.
         """
+        if _clears(func, args):
+            args[0]._forget_gradients()
         return _run(func, args, kwargs or {})
+
+    def _forget_gradients(self) -> None:
+        found: Callable[[], WatchesWeight | None] = self.__dict__.get("module", lambda: None)
+        module = found()
+        if module is not None:
+            module.forget_gradients()
 
     def _prepare(self, name: str, is_changed: bool) -> None:
         module = _served_module(self)
@@ -243,6 +263,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(found, Iterator):
             return iter([_guarded(one, served) for one in found])
         return tree_map(lambda one: _guarded(one, served), found)
+
+
+def _clears(func: Any, args: Any) -> bool:
+    """Returns whether this use of ``.grad`` clears the gradient, as torch's ``zero_grad`` does, or ``p.grad = None``.
+
+    A lookup leaves nothing in ``.grad``, so ``zero_grad`` reads it and goes on: only the caller tells it from others.
+    """
+    if func == _READS_GRADIENT:
+        return sys._getframe(2).f_code in _ZERO_GRADS
+    return func == _DELETES_GRADIENT or (func == _SETS_GRADIENT and args[1] is None)
 
 
 def _served_module(tensor: ServedWeight | ServedRows) -> WatchesWeight | None:

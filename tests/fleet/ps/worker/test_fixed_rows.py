@@ -58,7 +58,8 @@ class Job:
         self.own.init(strategy=made, log_level="ERROR")
         torch.manual_seed(0)
         self.net = Net()
-        self.optimizer = self.own.distributed_optimizer(torch.optim.SGD(self.net.parameters(), 0.1), made)
+        self.plain_optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.optimizer = self.own.distributed_optimizer(self.plain_optimizer, made)
         self.model = self.own.distributed_model(self.net)
         self.own.init_worker()
 
