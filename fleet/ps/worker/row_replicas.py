@@ -6,7 +6,8 @@ others, is brought from the servers in the background, as the dense parameters a
 [Note: How old a replica may be]
 The sending thread asks after its pushes, and then rests nine times as long as the answer took. A lookup that finds its
 rows older than :data:`OLD_S` asks itself, and so does the first one after a flush or a barrier: it sees what all
-workers pushed before. What arrives waits for the next lookup of the training thread, which alone writes to weights.
+workers pushed before. What arrives waits for the next lookup, in whichever thread of the script it is; the sending
+thread writes to no weight.
 Lookups without gradients do not read replicas: they evaluate, and no push of this worker would bring changes meanwhile.
 """
 
@@ -42,6 +43,7 @@ class RowReplicas:
         self._client = client
         self._rows = {table_id: weight.detach().numpy() for table_id, weight in weights.items()}
         self._asking = threading.Lock()  # answers stay in the order in which the servers gave them
+        self._writing = threading.Lock()  # older rows go into the weights before newer ones, whichever threads look up
         self._arrived: deque[dict[int, tuple[Keys, Rows]]] = deque()
         self._received_at = self._expired_at = self._rests_until = 0.0
         self._client.watch(list(self._rows))
@@ -55,13 +57,14 @@ class RowReplicas:
                 self._ask()
 
     def bring(self, old_s: float = OLD_S) -> None:
-        """Brings the weights up to date if they are older than ``old_s`` seconds; for the thread that trains."""
+        """Brings the weights up to date if they are older than ``old_s`` seconds."""
         if self._received_at < self._expired_at or time.monotonic() - self._received_at > old_s:
             with self._asking:
                 self._ask()
         while self._arrived:
-            for table_id, (ids, rows) in self._arrived.popleft().items():
-                self._rows[table_id][ids] = rows
+            with self._writing:
+                for table_id, (ids, rows) in self._arrived.popleft().items() if self._arrived else ():
+                    self._rows[table_id][ids] = rows
 
     def expire(self) -> None:
         """Makes the next lookup ask, also where an answer to an earlier question is still on its way."""
