@@ -210,6 +210,10 @@ class Checkpoint:
         if self._is_due and not is_other:
             self.save()
 
+    def saves_by_itself(self, data: object) -> bool:
+        """Returns whether it saves the position in ``data`` every so many steps."""
+        return bool(self.every) and self._data is data
+
     @property
     def _is_due(self) -> bool:
         return bool(self.every) and self.step - self._saved_at >= self.every

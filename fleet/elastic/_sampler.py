@@ -26,7 +26,7 @@ class ElasticSampler(Sampler[int]):
 
     In a job that was never interrupted, the order is that of ``torch.utils.data.DistributedSampler``. What counts is
     what the training loop has used, not what the loader's processes have prefetched: iterate over
-    ``sampler.batches(loader)``, or call :meth:`record` after each batch.
+    ``sampler.batches(loader)``, or call :meth:`record` after each batch, and ``Checkpoint.save`` without ``every``.
 
     Args:
         dataset: anything with a length.
@@ -101,9 +101,24 @@ class ElasticSampler(Sampler[int]):
             self._begin(0, resumed=False)
 
     def record(self, num_samples: int) -> None:
-        """Records that training has used ``num_samples`` more samples of this worker; :meth:`batches` calls it."""
+        """Records that training has used ``num_samples`` more samples of this worker; :meth:`batches` does so itself.
+
+        Raises:
+            ConfigError: ``num_samples`` is not a number from 0, or a ``Checkpoint(data=sampler)`` saves by ``every``.
+        """
         if not _is_whole(num_samples):
             raise ConfigError(f"record({num_samples!r}) takes the number of samples of a batch, from 0.")
+        session = running_session()
+        for checkpoint in () if session is None else session.loops.checkpoints:
+            if checkpoint.saves_by_itself(self):
+                raise ConfigError(
+                    f"sampler.record({num_samples}): Checkpoint(every={checkpoint.every}) saves where "
+                    "sampler.batches(loader) is asked for its next batch, which counts the samples itself. Iterate "
+                    "over sampler.batches(loader), or omit every and call checkpoint.save() after sampler.record()."
+                )
+        self._count(num_samples)
+
+    def _count(self, num_samples: int) -> None:
         self._recorded = min(self._recorded + num_samples, self._share(self._start))
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -141,7 +156,7 @@ class ElasticSampler(Sampler[int]):
 
         def recorded() -> Iterator[Any]:
             for batch in iterator:
-                self.record(batch_size)
+                self._count(batch_size)
                 yield batch
 
         if session is None:

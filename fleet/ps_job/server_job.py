@@ -10,14 +10,13 @@ import os
 import secrets
 import ssl
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.env import Environment
-from fleet.errors import ConfigError, NotInitializedError, OptionWarning
+from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.shards import TableMap
@@ -36,6 +35,7 @@ from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.ps_job.hybrid_job import make_hybrid_trainer
+from fleet.ps_job.load_warning import LoadWarning
 from fleet.ps_job.server_metrics import Metrics
 from fleet.ps_job.server_settings import (
     Keeping,
@@ -123,6 +123,8 @@ class ServerJob:
             self._stop_embedded()
             raise
         self.trainer = trainer
+        for model in session.models if not strategy.hybrid else ():
+            model.module.register_load_state_dict_pre_hook(LoadWarning(trainer))
         rank = session.global_rank
         note = thread_note(self._environment, endpoints[0], session.record.world_size)
         if note and rank == 0:
@@ -152,16 +154,6 @@ class ServerJob:
             return False
         self.trainer.meet("fleet.worker")
         return True
-
-    def before_load(self) -> None:
-        """Warns that the servers hold the parameters, once they are connected; the model is about to load a state."""
-        if self.trainer is not None and not self.trainer.stopped and not self._strategy().hybrid:
-            warnings.warn(
-                "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
-                "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname).",
-                OptionWarning,
-                stacklevel=4,
-            )
 
     def before_save(self) -> None:
         """Brings the weights of ``nn.Embedding`` modules up to date; the model is about to hand its state out."""

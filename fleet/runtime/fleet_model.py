@@ -81,9 +81,6 @@ class ModelObserver(Protocol):
     def whole_states(self) -> WholeStates:
         """Joins and cuts states on the mesh of the job."""
 
-    def before_load(self) -> None:
-        """Called before a state is loaded."""
-
     def before_save(self) -> None:
         """Called before a state is returned."""
 
@@ -325,8 +322,6 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
         Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
         """
-        if self._observer is not None:
-            self._observer.before_load()
         states = self._states
         if states.is_part or PART in state_dict or has_parts(self.module.state_dict()):
             if assign:

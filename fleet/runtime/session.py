@@ -466,11 +466,6 @@ class Session:
                 "needs every worker in every step. Give all workers the same number of batches, or turn it off."
             )
 
-    def before_load(self) -> None:
-        """Warns when a state that a model loads now would not last."""
-        if self.server_job is not None and not self.closed:
-            self.server_job.before_load()
-
     def before_save(self) -> None:
         """Warns when a state saved now is not what every worker has."""
         if self.server_job is not None and not self.closed:

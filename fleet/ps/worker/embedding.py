@@ -91,6 +91,7 @@ class SparseEmbedding(WatchesWeight):
     """
 
     MARK = "stands_for_rows"  # on the empty parameter
+    fixed = frozenset(("weight", "dim", "name", "entry", "slot", "rule"))
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,28 +111,33 @@ class SyncExchange:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
         spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
-        replicas = self._replicas
-        with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
-            everything: dict[int, Gradient | Rows] = {}  # dense tables first, as their places are
-            for part in self.plan.dense:
-                values = gradients.get(part.table_id)
-                if values is None and part.table_id in places:
-                    values = part.gradients(places[part.table_id])
-                elif values is None:
-                    values = spare[part.table_id] = part.gradients(spare.get(part.table_id))
-                if values is not None:
-                    everything[part.table_id] = values
-            sparse = {key: value for key, value in gradients.items() if isinstance(value, Gradient)}
-            everything |= {key: with_distinct_ids([value]) for key, value in sparse.items()}
-            takes = {part.table_id: part.assign for part in self.plan.dense}
-            answered = {key: takes.pop(key) for key in everything if key in takes}
-            changed = None if replicas is None else replicas.take
-            ticket = self.client.push(everything, positions=positions, out=answered, changed=changed)
-        self.client.wait(ticket)
+        takes = {part.table_id: part.assign for part in self.plan.dense}
+        with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
+            with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
+                everything = self._everything(gradients, places, spare)
+                answered = {key: takes.pop(key) for key in everything if key in takes}
+                ticket = self.client.push(everything, positions=positions, out=answered, changed=changed)
+            self.client.wait(ticket)
         self._receive(takes)
-        if replicas is not None:
-            replicas.complete()
         self._spare = spare
+
+    def _everything(
+        self, gradients: Gradients, places: Mapping[int, Rows], spare: dict[int, Rows | None]
+    ) -> dict[int, Gradient | Rows]:
+        """Returns all gradients of a step; dense ones come first, and lie in ``places`` where there are some."""
+        everything: dict[int, Gradient | Rows] = {}
+        for part in self.plan.dense:
+            values = gradients.get(part.table_id)
+            if values is None and part.table_id in places:
+                values = part.gradients(places[part.table_id])
+            elif values is None:
+                values = spare[part.table_id] = part.gradients(spare.get(part.table_id))
+            if values is not None:
+                everything[part.table_id] = values
+        for table_id, value in gradients.items():
+            if isinstance(value, Gradient):
+                everything[table_id] = with_distinct_ids([value])
+        return everything
 
     def settle(self) -> None:
         """Waits until every server has applied the steps that this worker pushed, also where it had no share."""

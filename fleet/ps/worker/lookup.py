@@ -117,7 +117,7 @@ class RowLookup:
         self.keeps_shows = keeps_shows
         self._skipped = skipped
         self._slot = slot
-        self._unique = UniqueKeys()
+        self._spare = [UniqueKeys()]  # one for each thread that looks up at this moment
         self._ready: list[tuple[Tensor, Gradient]] = []
         self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
 
@@ -145,7 +145,7 @@ class RowLookup:
             trained: the rows take gradients; False where the module's weight is frozen.
         """
         assert self.source is not None
-        keys, inverse = self._unique(ids)
+        keys, inverse = self._distinct(ids)
         found = self._arrived(keys) if self._coming else None
         rows, places = torch.from_numpy(self.source.rows(keys) if found is None else found), torch.from_numpy(inverse)
         if device.type != "cpu":
@@ -162,10 +162,20 @@ class RowLookup:
         """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
         if self.source is None:
             return
-        keys = self._unique(ids)[0]
+        keys = self._distinct(ids)[0]
         coming = self.source.ahead(keys)
         if coming is not None:
             self._coming.append((keys, coming))
+
+    def _distinct(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
+        try:
+            unique = self._spare.pop()
+        except IndexError:
+            unique = UniqueKeys()
+        try:
+            return unique(ids)
+        finally:
+            self._spare.append(unique)
 
     def _arrived(self, keys: Keys) -> Rows | None:
         for place, (asked, coming) in enumerate(self._coming):

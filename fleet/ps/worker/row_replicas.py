@@ -6,9 +6,9 @@ are (async).
 
 [Note: How old a replica may be]
 Async: the sending thread asks after its pushes, and then rests nine times as long as the answer took. A lookup that
-finds its rows older than ``old_s`` asks itself. What arrives waits for the next lookup of the training thread, which
-alone writes to weights. Sync: the answer to a push has all that the step changed, and nobody steps without this worker
-unless it stands at a barrier.
+finds its rows older than ``old_s`` asks itself. What arrives waits for the next lookup, in whichever thread of the
+script it is; the sending thread writes to no weight. Sync: the answer to a push has all that the step changed, and
+nobody steps without this worker unless it stands at a barrier.
 
 In both, the first lookup after a flush or a barrier asks: it sees what all workers pushed before. Lookups without
 gradients do not read replicas: they evaluate, and no push of this worker would bring changes meanwhile.
@@ -20,7 +20,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Keys, Rows
@@ -84,6 +85,7 @@ class RowReplicas:
         self._old_s = old_s
         self._before_lookup = before_lookup
         self._asking = threading.Lock()  # answers stay in the order in which the servers gave them
+        self._writing = threading.Lock()  # older rows go into the weights before newer ones, whichever threads look up
         self._arrived: deque[dict[int, tuple[Keys, Rows]]] = deque()
         self._received_at = self._expired_at = self._rests_until = 0.0
         self._is_incomplete = False
@@ -96,32 +98,32 @@ class RowReplicas:
                 self._ask()
 
     def bring(self, old_s: float) -> None:
-        """Brings the weights up to date if they are older than ``old_s`` seconds; for the thread that trains."""
+        """Brings the weights up to date if they are older than ``old_s`` seconds."""
         if self._received_at < self._expired_at or time.monotonic() - self._received_at > old_s:
             with self._asking:
                 self._ask()
-        while self._arrived:
-            for table_id, (ids, rows) in self._arrived.popleft().items():
-                self._rows[table_id][ids] = rows
+        self._write()
 
-    def take(self, changes: Mapping[int, tuple[Keys, Rows]]) -> None:
-        """Takes what one server's answer to a push has brought; :meth:`complete` follows.
+    @contextmanager
+    def pushing(self) -> Iterator[Callable[[Mapping[int, tuple[Keys, Rows]]], None]]:
+        """Yields what takes the answers to a push that is made and waited for inside; the weights have their rows then.
 
-        Raises:
-            MessageError: it is not for these tables.
+        Other threads ask nothing meanwhile: an answer to them might hold older rows.
         """
-        for table_id, (ids, rows) in changes.items():
-            weight = self._rows.get(table_id)
-            if weight is None or rows.shape[1] != weight.shape[1]:
-                raise MessageError(f"unexpected rows of table {table_id} in the answer to a push.")
-            weight[ids] = rows
-        self._is_incomplete |= len(changes) < len(self._rows)
-
-    def complete(self) -> None:
-        """Reads all rows where answers to pushes had not all of them, as after a restart of a server."""
+        with self._asking:
+            yield self._take
+        self._write()
         if self._is_incomplete:
             self._read_all()
             self._is_incomplete = False
+
+    def _take(self, changes: Mapping[int, tuple[Keys, Rows]]) -> None:
+        for table_id, (_, rows) in changes.items():
+            if table_id not in self._rows or rows.shape[1] != self._rows[table_id].shape[1]:
+                raise MessageError(f"unexpected rows of table {table_id} in the answer to a push.")
+        self._arrived.append({table_id: (ids.copy(), rows.copy()) for table_id, (ids, rows) in changes.items()})
+        # A server that came back, or one whose rows are more than one message holds, leaves a table out.
+        self._is_incomplete |= len(changes) < len(self._rows)
 
     def expire(self) -> None:
         """Makes the next lookup ask, also where an answer to an earlier question is still on its way."""
@@ -131,6 +133,12 @@ class RowReplicas:
         """Makes lookups ask this worker again."""
         for module in self._modules:
             module.lookup.whole = module.lookup.bring = None
+
+    def _write(self) -> None:
+        while self._arrived:
+            with self._writing:
+                for table_id, (ids, rows) in self._arrived.popleft().items() if self._arrived else ():
+                    self._rows[table_id][ids] = rows
 
     def _bring_for_lookup(self, now: bool) -> None:
         if not now:

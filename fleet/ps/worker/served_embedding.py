@@ -32,6 +32,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     lookup: RowLookup
     holds_rows = True
+    fixed = frozenset((*nn.Embedding.__constants__, "weight"))
     scales: bool = False  # gradients count once per sample of the batch
 
     def table_config(self, rule: Rule, name: str) -> SparseTableConfig:

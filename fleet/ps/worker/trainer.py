@@ -245,11 +245,9 @@ class Trainer:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of rows."""
-        with as_plain():
-            for part in self.plan.sparse:
-                for module in part.modules:
-                    module.lookup.drop()
-                    module.weight.grad = None
+        for part in self.plan.sparse:
+            for module in part.modules:
+                module.forget_gradients()
 
     def non_finite_rows(self) -> str:
         """Returns a sentence that names the first row with a NaN or Inf in its gradient; forgets the gradients."""

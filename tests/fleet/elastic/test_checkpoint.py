@@ -220,6 +220,26 @@ def test_none_is_written_in_the_loop_of_an_evaluation(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-0000000001"]
 
 
+def test_samples_recorded_by_hand_are_refused_beside_every(tmp_path: Path) -> None:
+    """Where the record comes before the step, a checkpoint at the next forward leaves out that batch."""
+    training = Training(tmp_path, every=2)
+    for batch in training.loader:
+        with pytest.raises(
+            ConfigError, match=r"Checkpoint\(every=2\).*or omit every and call checkpoint.save\(\) after"
+        ):
+            training.sampler.record(len(batch))
+        break
+    assert training.sampler.done == 0
+    training.checkpoint.close()
+    training.sampler.record(2)  # nothing saves by itself any longer
+    by_hand = Training(tmp_path / "by hand")
+    for batch in by_hand.loader:
+        by_hand.step(batch)
+        by_hand.sampler.record(len(batch))
+    by_hand.checkpoint.save()
+    assert by_hand.sampler.done == len(by_hand.seen)
+
+
 def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
     """A model and its moving average, the model as distributed_model returned it."""
     training = Training(tmp_path / "unused")

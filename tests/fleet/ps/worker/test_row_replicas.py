@@ -281,6 +281,32 @@ def test_a_server_that_came_back_makes_all_rows_be_read(tmp_path: Any) -> None:
         assert not a.watch([0])[0]
 
 
+def test_threads_that_look_up_at_once_leave_the_newest_rows() -> None:
+    """Whichever thread takes an older answer writes it before the newer one is written."""
+    written, begun, go_on = [], threading.Event(), threading.Event()
+
+    class Rows:
+        def __setitem__(self, ids: Any, rows: str) -> None:
+            if rows == "older":
+                begun.set()
+                go_on.wait(10)
+            written.append(rows)
+
+    with serving() as service:
+        replicas, _ = replica(service.client(0, tables={0: SPARSE}))
+        replicas._rows = {0: Rows()}
+        replicas._arrived.extend({0: (slice(None), text)} for text in ("older", "newer"))
+        threads = [threading.Thread(target=replicas.bring, args=(float("inf"),)) for _ in range(2)]
+        threads[0].start()
+        assert begun.wait(10)
+        threads[1].start()
+        threads[1].join(0.1)
+        go_on.set()
+        for thread in threads:
+            thread.join(10)
+    assert written == ["older", "newer"]
+
+
 def test_the_thread_that_does_not_train_asks_and_rests_and_writes_nothing() -> None:
     with serving() as service:
         a = service.client(0, tables={0: SPARSE})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +54,31 @@ def test_gradients_that_keep_their_graph_are_those_of_torch():
     torch.nn.functional.embedding(ids, leaf).pow(3).sum().backward(create_graph=True)
     taken = module.lookup.take()
     assert taken.rows.tobytes() == leaf.grad.detach().numpy()[taken.ids].tobytes()
+
+
+def test_threads_that_look_up_at_once_get_their_own_rows():
+    values = np.arange(60_000, dtype=np.float32).reshape(30_000, 2)
+    module, wrong = embedding(values), []
+
+    def look_up(seed):
+        rng = torch.Generator().manual_seed(seed)
+        for _ in range(150):
+            ids = torch.randint(0, len(values), (int(torch.randint(10, 4000, (), generator=rng)),), generator=rng)
+            with torch.no_grad():
+                if not torch.equal(module(ids), torch.from_numpy(values)[ids]):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=look_up, args=(seed,)) for seed in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

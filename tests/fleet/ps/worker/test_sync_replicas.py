@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,8 @@ def replica(client: Client, num_rows: int = 8) -> tuple[RowReplicas, torch.Tenso
 
 
 def step(client: Client, replicas: RowReplicas, *keys: int, value: float = 1.0) -> None:
-    client.wait(client.push({0: gradient(keys, value)} if keys else {}, changed=replicas.take))
-    replicas.complete()
+    with replicas.pushing() as changed:
+        client.wait(client.push({0: gradient(keys, value)} if keys else {}, changed=changed))
 
 
 def test_an_answer_to_a_push_that_was_lost_is_given_again() -> None:
@@ -211,3 +212,30 @@ def test_one_whose_lease_ended_reads_what_it_missed() -> None:
         step(a, one, 4)  # of a step that is over: not taken any more, but the answer has what it missed
         assert weight[:, 0].tolist() == [0, -2, 0, -3, 0, 0, 0, 0]
         assert torch.equal(weight, torch.from_numpy(rows(b, list(range(8)))))
+
+
+def test_rows_of_an_older_answer_do_not_replace_those_of_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of a worker: one looks up rows behind a barrier while the other one takes a step."""
+    answered, pushed = threading.Event(), threading.Event()
+    with serving(mode="sync") as service:
+        client = service.client(0, tables={0: SPARSE})
+        replicas, weight = replica(client)
+        step(client, replicas, 5)
+        client.wait(client.push({0: gradient([5])}))  # by whom the answer is not read
+        watch = client.watch
+
+        def slowly(table_ids: Any) -> Any:
+            found = watch(table_ids)
+            answered.set()
+            pushed.wait(0.3)
+            return found
+
+        monkeypatch.setattr(client, "watch", slowly)
+        replicas.expire()
+        thread = threading.Thread(target=lambda: replicas.bring(math.inf))
+        thread.start()
+        answered.wait()
+        step(client, replicas, 5)
+        pushed.set()
+        thread.join()
+        assert weight[5].tolist() == [-3, -3]
