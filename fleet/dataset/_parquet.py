@@ -308,6 +308,19 @@ def _rows(part: Mapping[str, Tensor], columns: Sequence[str]) -> int:
 
 def _taken(held: deque[dict[str, Tensor]], count: int, columns: Sequence[str]) -> dict[str, Tensor]:
     """Returns a batch of the first rows of the parts and takes them away."""
+    part = held[0]
+    rows = _rows(part, columns)
+    if rows > count:  # most batches are part of one row group
+        batch = {}
+        for name in columns:
+            ends = part.get(name + OFFSETS)
+            if ends is None:
+                batch[name], part[name] = part[name][:count].clone(), part[name][count:]
+                continue
+            size = int(ends[count] - ends[0])
+            batch[name], part[name] = part[name][:size].clone(), part[name][size:]
+            batch[name + OFFSETS], part[name + OFFSETS] = ends[:count] - ends[0], ends[count:]
+        return batch
     cut: list[dict[str, Tensor]] = []
     while count:
         part = held.popleft()
