@@ -33,7 +33,7 @@ from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
-__all__ = ["Trainer", "TrainerConfig", "give_initial_values", "rejoin", "wait_for_values"]
+__all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "give_initial_values", "rejoin", "wait_for_values"]
 
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 
@@ -116,6 +116,7 @@ class Trainer:
         self._client = client
         client.open()
         self._check_mode(client)
+        check_nothing_lost(client.stat())
         client.create_tables(self.plan.configs)
         self._rates = {}  # the rates on the servers may be those of an earlier process
         if client.config.rank == 0:
@@ -461,6 +462,20 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
         return ""
+
+
+def check_nothing_lost(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PSError where a server was started again without its tables while others have steps of this job.
+
+    Tables made anew there would go on with the first rows, beside those that were trained.
+    """
+    trained = any(fact["applied_step"] or any(worker["clock"] for worker in fact["workers"]) for fact in facts)
+    lost = [index for index, fact in enumerate(facts) if not fact["tables"]]
+    if trained and lost:
+        raise PSError(
+            f"parameter server(s) {lost} came back without tables, and the others have steps of this job: they kept no "
+            "state (journal level 0, or another folder). Restart the job, servers too, from its last saved model."
+        )
 
 
 def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
