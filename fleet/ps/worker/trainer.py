@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
 __all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "give_initial_values", "rejoin", "wait_for_values"]
 
+_OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 
 
@@ -133,6 +136,7 @@ class Trainer:
             for module in table.modules:
                 module.lookup.source = self._rows_of(table.table_id)
         self.drop_gradients()
+        _OPEN.add(self)
 
     def close(self) -> None:
         """Sends what waits, says goodbye to the servers, and disconnects."""
@@ -462,6 +466,16 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
         return ""
+
+
+def _leave_all() -> None:
+    for trainer in list(_OPEN):
+        for part in trainer.plan.sparse:
+            for module in part.modules:
+                module.lookup.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)  # two processes on one connection would take each other's answers
 
 
 def check_nothing_lost(facts: Sequence[Mapping[str, Any]]) -> None:
