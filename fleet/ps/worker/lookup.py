@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fleet.errors import NotInitializedError
+from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import UniqueKeys
@@ -84,6 +84,14 @@ class TrainedRows:
         self.rows = rows
         self.ahead = ahead
         self.is_open = is_open
+
+    def refuse(self, reason: str) -> None:
+        """Makes every request raise ConfigError from now on."""
+
+        def ask(keys: Keys) -> NoReturn:
+            raise ConfigError(reason)
+
+        self.rows = self.ahead = ask
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainedRows:
         return self
@@ -153,6 +161,17 @@ class RowLookup:
         if trained and torch.is_grad_enabled():
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, places
+
+    def leave(self) -> None:
+        """Refuses what would ask the servers, in a process that was forked from the worker: it has no connection."""
+        if self.bring is not None:
+            self.whole = self.bring = None
+        if isinstance(self.source, TrainedRows):
+            self.source.refuse(
+                f"{self.label}: its rows are on the parameter servers, and this process was forked from a worker, as "
+                "those of a DataLoader are: the connection is the worker's. Look up rows and read the weight in the "
+                "worker itself, or give the process a clone() of what it needs."
+            )
 
     def trains(self) -> bool:
         """Returns whether the rows are on servers that can be asked now."""

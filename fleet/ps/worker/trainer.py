@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +35,9 @@ from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
 
-__all__ = ["Trainer", "TrainerConfig", "give_initial_values", "rejoin", "wait_for_values"]
+__all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "give_initial_values", "rejoin", "wait_for_values"]
 
+_OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 
 
@@ -116,6 +119,7 @@ class Trainer:
         self._client = client
         client.open()
         self._check_mode(client)
+        check_nothing_lost(client.stat())
         client.create_tables(self.plan.configs)
         self._rates = {}  # the rates on the servers may be those of an earlier process
         if client.config.rank == 0:
@@ -132,6 +136,7 @@ class Trainer:
             for module in table.modules:
                 module.lookup.source = self._rows_of(table.table_id)
         self.drop_gradients()
+        _OPEN.add(self)
 
     def close(self) -> None:
         """Sends what waits, says goodbye to the servers, and disconnects."""
@@ -468,6 +473,30 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
         return ""
+
+
+def _leave_all() -> None:
+    for trainer in list(_OPEN):
+        for part in trainer.plan.sparse:
+            for module in part.modules:
+                module.lookup.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)  # two processes on one connection would take each other's answers
+
+
+def check_nothing_lost(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PSError where a server was started again without its tables while others have steps of this job.
+
+    Tables made anew there would go on with the first rows, beside those that were trained.
+    """
+    trained = any(fact["applied_step"] or any(worker["clock"] for worker in fact["workers"]) for fact in facts)
+    lost = [index for index, fact in enumerate(facts) if not fact["tables"]]
+    if trained and lost:
+        raise PSError(
+            f"parameter server(s) {lost} came back without tables, and the others have steps of this job: they kept no "
+            "state (journal level 0, or another folder). Restart the job, servers too, from its last saved model."
+        )
 
 
 def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:

@@ -51,6 +51,25 @@ def restart(service: Service, workers: list[Trainer]) -> None:
         service.start(index)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_server_that_came_back_without_its_rows_is_not_trained_on(mode: str) -> None:
+    """Also not by a worker that was started again, which has not known its tables."""
+    with serving(2, mode=mode, num_workers=1) as service:
+        (worker,) = start_workers(service, (None,))
+        for key in range(16):  # rows of both servers
+            push(worker, key)
+        state = worker.state_dict()
+        worker.abandon()
+        service.servers[1].stop()
+        service.start(1)
+        for _ in range(2):
+            with pytest.raises(PSError, match=r"server\(s\) \[1\] came back without tables.*from its last saved model"):
+                start_workers(service, (state,))
+        service.servers[0].stop()
+        service.start(0)
+        start_workers(service, (state,))  # new servers begin with what the worker has
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + CAP_S
     while not condition():
