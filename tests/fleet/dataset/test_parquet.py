@@ -38,9 +38,11 @@ def _ids(batches):
     return [i for batch in batches for i in batch["id"].tolist()]
 
 
-def test_reads_columns_and_bags_in_order(folder):
-    batches = list(fleet.ParquetDataset(folder, batch_size=32))
-    assert [len(batch["id"]) for batch in batches] == [32, 32, 16]
+@pytest.mark.parametrize("size", [3, 32])
+def test_reads_columns_and_bags_in_order(folder, size):
+    """Batches within a row group of 7, and over several."""
+    batches = list(fleet.ParquetDataset(folder, batch_size=size))
+    assert [len(batch["id"]) for batch in batches] == [size] * (80 // size) + [80 % size]
     assert _ids(batches) == list(range(80))
     for batch in batches:
         ends = [*batch["bag.offsets"].tolist(), len(batch["bag"])]
@@ -48,7 +50,7 @@ def test_reads_columns_and_bags_in_order(folder):
         assert bags == [list(range(i, i + i % 3)) for i in batch["id"].tolist()]
         assert torch.equal(batch["x"], batch["id"] / 2.0)
     pooled = torch.nn.EmbeddingBag(100, 2)(batches[0]["bag"], batches[0]["bag.offsets"])
-    assert pooled.shape == (32, 2)
+    assert pooled.shape == (size, 2)
 
 
 @pytest.mark.slow
