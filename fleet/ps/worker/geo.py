@@ -10,6 +10,7 @@ Only rows that changed here are sent, and only rows that others changed come bac
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -154,6 +155,7 @@ class GeoCommunicator:
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
         self._spare: dict[int, Rows] = {}  # memory for dense differences, then for what is pulled
         self._steps = self._exchanges = 0
+        self._rows_change = threading.Lock()  # a lookup adds rows, whichever thread of the script makes it
         self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
 
     def _take_whole(self, whole: Mapping[int, Tensor]) -> None:
@@ -166,8 +168,9 @@ class GeoCommunicator:
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
-        places = self._known(table_id, keys)  # before `local` is read: new rows can replace it
-        rows: Rows = self._rows[table_id].local.take(places, 0)
+        with self._rows_change:
+            places = self._known(table_id, keys)  # before `local` is read: new rows can replace it
+            rows: Rows = self._rows[table_id].local.take(places, 0)
         return rows
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
@@ -181,7 +184,8 @@ class GeoCommunicator:
 
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for ids, distinct but in ``whole`` tables: geo trains with SGD."""
-        self._rows[table_id].train(self._known(table_id, gradient.ids), gradient.rows, learning_rate)
+        with self._rows_change:
+            self._rows[table_id].train(self._known(table_id, gradient.ids), gradient.rows, learning_rate)
 
     def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
         """Returns the places of ``keys``; fetches those that this worker has not seen."""
@@ -211,6 +215,10 @@ class GeoCommunicator:
 
     def exchange(self) -> None:
         """Sends this worker's differences and takes those of the others."""
+        with self._rows_change:
+            self._exchange()
+
+    def _exchange(self) -> None:
         client = self._client
         workers = self._client.config.num_workers
         memory = self._spare or {table_id: np.empty_like(values) for table_id, values in self._dense.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -380,6 +380,26 @@ def test_geo_asks_only_for_what_others_touched():
         assert a.pull_changes([0])[0][0].tolist() == [7]
         assert len(b.pull_changes([0])[0][0]) == 100
         assert len(b.pull_changes([0])[0][0]) == 0
+
+
+def test_geo_threads_that_look_up_the_same_new_rows_share_them():
+    """Two rows of one id would be trained and exchanged apart."""
+    with serving() as service:
+        client = service.client(0, tables={0: SPARSE})
+        geo, pull, met = GeoCommunicator(client, 2, [0]), client.pull, threading.Barrier(2)
+
+        def together(*args, **kwargs):
+            with suppress(threading.BrokenBarrierError):
+                met.wait(0.3)
+            return pull(*args, **kwargs)
+
+        client.pull = together
+        threads = [threading.Thread(target=geo.rows, args=(0, ids(5, 6))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert geo._rows[0].keys[: geo._rows[0]._num_rows].tolist() == [5, 6]
 
 
 def test_geo_rows_find_what_was_inserted():
