@@ -94,6 +94,7 @@ class SyncExchange:
         self.plan = plan
         self._spare: dict[int, Rows | None] = {}  # memory for dense gradients; new memory costs as much as sending them
         self._replicas = make_replicas(client, plan)
+        self._reached = client.step  # the parameters hold all steps up to this one
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows after the steps this worker has pushed."""
@@ -120,6 +121,7 @@ class SyncExchange:
             self.client.wait(ticket)
         self._receive(takes)
         self._spare = spare
+        self._reached = self.client.step
 
     def _everything(
         self, gradients: Gradients, places: Mapping[int, Rows], spare: dict[int, Rows | None]
@@ -153,8 +155,15 @@ class SyncExchange:
         self._receive({part.table_id: part.assign for part in self.plan.dense})
         if self._replicas is not None:
             self._replicas.expire()
+        self._reached = self.client.step
 
-    met = flush  # the others may have taken steps while this worker stood at a barrier
+    def met(self) -> None:
+        """Takes what the others changed if they took steps while this worker stood at a barrier.
+
+        Otherwise the parameters stay untouched, so a forward from before the barrier still has its backward.
+        """
+        if self.client.step != self._reached:
+            self.flush()
 
     def close(self) -> None:
         """Makes lookups ask this worker again, which refuses; it has no threads or connections of its own."""

@@ -34,12 +34,17 @@ class GeoRows:
     """The rows of one sparse table that this worker has used: its own values and those of the last exchange."""
 
     def __init__(self, dim: int) -> None:
-        self.local = np.empty((0, dim), np.float32)
+        self._local = np.empty((0, dim), np.float32)
         self.old = np.empty((0, dim), np.float32)
         self.keys = np.empty(0, np.int64)  # by place
         self._touched = np.zeros(0, np.bool_)
         self._num_rows = 0  # used; the arrays above have room for more
         self._index = KeyPlaces()
+
+    @property
+    def local(self) -> Rows:
+        """This worker's rows, by place."""
+        return self._local
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the place of each key, -1 where it is unknown."""
@@ -57,7 +62,7 @@ class GeoRows:
         self._index.add(self.keys[:end], first)
 
     def _grow(self, size: int) -> None:
-        for name in ("keys", "local", "old", "_touched"):
+        for name in ("keys", "_local", "old", "_touched"):
             array = getattr(self, name)
             larger = np.zeros((size, *array.shape[1:]), array.dtype)
             larger[: self._num_rows] = array[: self._num_rows]
@@ -103,9 +108,15 @@ class WholeGeoRows(GeoRows):
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.local = weight.detach().numpy()
+        self._weight = weight.detach()  # no array of it: share_memory_() moves what a tensor holds
         self.old = self.local.copy()
         self._touched = np.zeros(len(self.local), np.bool_)
+
+    @property
+    def local(self) -> Rows:
+        """The rows where the tensor has them now."""
+        rows: Rows = self._weight.numpy()
+        return rows
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         """Returns the keys, which are the places."""

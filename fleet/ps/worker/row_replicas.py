@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.table.ids import in_pieces
@@ -77,10 +79,10 @@ class RowReplicas:
     ) -> None:
         self._client = client
         self._modules = list(modules.values())
-        self._rows: dict[int, Rows] = {}
+        self._weights: dict[int, Tensor] = {}  # no arrays of them: share_memory_() moves what a tensor holds
         for table_id, module in modules.items():
             assert module.lookup.whole is not None
-            self._rows[table_id] = module.lookup.whole.detach().numpy()
+            self._weights[table_id] = module.lookup.whole.detach()
             module.lookup.bring = self._bring_for_lookup
         self._old_s = old_s
         self._before_lookup = before_lookup
@@ -119,11 +121,11 @@ class RowReplicas:
 
     def _take(self, changes: Mapping[int, tuple[Keys, Rows]]) -> None:
         for table_id, (_, rows) in changes.items():
-            if table_id not in self._rows or rows.shape[1] != self._rows[table_id].shape[1]:
+            if table_id not in self._weights or rows.shape[1] != self._weights[table_id].shape[1]:
                 raise MessageError(f"unexpected rows of table {table_id} in the answer to a push.")
         self._arrived.append({table_id: (ids.copy(), rows.copy()) for table_id, (ids, rows) in changes.items()})
         # A server that came back, or one whose rows are more than one message holds, leaves a table out.
-        self._is_incomplete |= len(changes) < len(self._rows)
+        self._is_incomplete |= len(changes) < len(self._weights)
 
     def expire(self) -> None:
         """Makes the next lookup ask, also where an answer to an earlier question is still on its way."""
@@ -138,7 +140,7 @@ class RowReplicas:
         while self._arrived:
             with self._writing:
                 for table_id, (ids, rows) in self._arrived.popleft().items() if self._arrived else ():
-                    self._rows[table_id][ids] = rows
+                    self._weights[table_id].numpy()[ids] = rows
 
     def _bring_for_lookup(self, now: bool) -> None:
         if not now:
@@ -147,14 +149,14 @@ class RowReplicas:
 
     def _read_all(self) -> None:
         with self._asking:
-            self._client.watch(list(self._rows))
+            self._client.watch(list(self._weights))
             self._ask_all()
             self._received_at = time.monotonic()
         self.bring(math.inf)
 
     def _ask(self) -> None:
         began = time.monotonic()
-        lacks, changes = self._client.watch(list(self._rows))
+        lacks, changes = self._client.watch(list(self._weights))
         if lacks:
             self._ask_all()
         else:
@@ -164,7 +166,7 @@ class RowReplicas:
         self._rests_until = now + min(_REST_TIMES * (now - began), OLD_S)
 
     def _ask_all(self) -> None:
-        for table_id, weight in self._rows.items():
+        for table_id, weight in self._weights.items():
             for ids in in_pieces(len(weight)):
                 rows = self._client.wait(self._client.pull({table_id: ids}, wait_for_others=False))[table_id]
                 self._arrived.append({table_id: (ids, rows)})

@@ -286,6 +286,9 @@ def test_threads_that_look_up_at_once_leave_the_newest_rows() -> None:
     written, begun, go_on = [], threading.Event(), threading.Event()
 
     class Rows:
+        def numpy(self) -> Rows:
+            return self
+
         def __setitem__(self, ids: Any, rows: str) -> None:
             if rows == "older":
                 begun.set()
@@ -294,7 +297,7 @@ def test_threads_that_look_up_at_once_leave_the_newest_rows() -> None:
 
     with serving() as service:
         replicas, _ = replica(service.client(0, tables={0: SPARSE}))
-        replicas._rows = {0: Rows()}
+        replicas._weights = {0: Rows()}  # type: ignore[dict-item]
         replicas._arrived.extend({0: (slice(None), text)} for text in ("older", "newer"))
         threads = [threading.Thread(target=replicas.bring, args=(float("inf"),)) for _ in range(2)]
         threads[0].start()

@@ -108,6 +108,58 @@ def test_one_that_stood_at_a_barrier_sees_what_the_others_trained() -> None:
                 check(both[step - 3], net)
 
 
+def test_a_barrier_between_forward_and_backward_changes_nothing_that_they_use() -> None:
+    nets = [new_net(), new_net()]
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = start(own, nets[rank], torch.optim.SGD)
+        for step in range(3):
+            ids, target = batch(step, rank, 2)
+            optimizer.zero_grad()
+            loss = (model(ids) - target).square().mean()
+            own.barrier_worker()
+            loss.backward()
+            optimizer.step()
+        own.stop_worker()
+        return model.emb.weight.detach()
+
+    net = new_net()
+    optimizer = torch.optim.SGD(net.parameters(), RATE)
+    found = run_job(work, num_workers=2, strategy=made())
+    for step in range(3):
+        train(net, optimizer, *batch(step))
+    for weight in found:
+        check(weight, net)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+def test_a_weight_that_moves_to_shared_memory_is_still_trained(mode: str) -> None:
+    """So does one whose state_dict goes to another process through a queue."""
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = mode != "sync"
+    strategy.a_sync_configs = {"k_steps": 1} if mode == "geo" else {}
+
+    def work(own: Fleet, rank: int) -> Any:
+        net = new_net()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), strategy)
+        model = own.distributed_model(net)
+        own.init_worker()
+        net.share_memory()
+        for step in range(3):
+            train(model, optimizer, *batch(step))
+            own.barrier_worker()
+            own.session.server_job.trainer.flush()
+        kept = model.emb(torch.arange(ROWS)).detach().clone()
+        own.stop_worker()
+        return kept
+
+    net = new_net()
+    optimizer = torch.optim.SGD(net.parameters(), RATE)
+    for step in range(3):
+        train(net, optimizer, *batch(step))
+    check(run_job(work, strategy=strategy)[0], net)
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_rows_in_a_smaller_form_are_those_of_a_pull(wire: str) -> None:
     def work(own: Fleet, rank: int) -> Any:
