@@ -116,10 +116,11 @@ def _restore(name: str, value: str | None) -> None:
 
 
 def _servers() -> set[int]:
-    """The standard library's own two processes, which end with the test run."""
+    """The standard library's own two processes and the one that forks scripts, which end with the test run."""
     known = (
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(sys.modules.get("tests.helpers.ready_python"), "ready_pid", lambda: None)(),
     )
     return {pid for pid in known if pid is not None}
 

@@ -16,6 +16,7 @@ import pytest
 
 import fleet
 from fleet.launch.cli.flags import BY_SPELLING
+from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT, project_files
 
 TEXTS = [path for path in project_files() if path.suffix == ".md"]
@@ -65,11 +66,10 @@ def example(name: str, title: str) -> str:
 
 
 def run(code: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a new interpreter that sees the checkout, away from it."""
+    """Runs ``code`` as a script that sees the checkout, away from it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
     environment = {**kept, "PYTHONPATH": f"{cwd}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": "", **variables}
-    command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return run_python(code, cwd=cwd, env=environment, warnings=["error"])
 
 
 # ---- made from the code ----------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ NUMBER`` runs one draw again.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.ready_python import run_python
 from tests.properties.compositions import Report, pools, run, run_one
 from tests.properties.draws import (
     NAMES,
@@ -124,7 +123,9 @@ def test_the_script_of_a_fault_stands_alone(name: str) -> None:
 def test_the_script_of_a_fault_runs(tmp_path: Path) -> None:
     script = tmp_path / "shown.py"
     script.write_text(script_of(PLAIN, "nothing is wrong", expectation(PLAIN)))
-    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True).stdout
+    done = run_python(script, timeout_s=100)
+    shown = done.stdout
+    assert done.returncode == 0, done.stderr
     assert "rank 0 0.0.weight: off by 0:" in shown or "off by 1e-" in shown
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import nn
 
 from fleet import checkpoint, fleet
 from fleet.errors import CheckpointError, ConfigError
+from tests.helpers.ready_python import run_python
 from tests.helpers.workers import WorkerError, run_workers
 
 
@@ -69,7 +68,7 @@ import torch
 from fleet import checkpoint
 checkpoint.save({str(tmp_path / "a")!r}, {{"model": torch.nn.Linear(500, 500), "epoch": 4}}, asynchronous=True)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run_python(script).check_returncode()
     assert checkpoint.load(tmp_path / "a", {"epoch": 0}) == {"epoch": 4}
 
 
@@ -84,7 +83,7 @@ os.kill(own_writer()._process.pid, 19)
 checkpoint.save({str(tmp_path / "a")!r}, {{"epoch": 2}}, asynchronous=True)
 os.kill(own_writer()._process.pid, 9)
 """
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=False)
+    done = run_python(script)
     assert done.returncode == 1
     assert "CheckpointError" in done.stderr
     assert "was killed by signal 9" in done.stderr

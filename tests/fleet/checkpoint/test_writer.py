@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from fleet.checkpoint.commit import Share
 from fleet.checkpoint.data_files import FileBlock
 from fleet.checkpoint.writer import Writer
 from fleet.errors import CheckpointError
+from tests.helpers.ready_python import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = [FileBlock("m/a", "float32", (2, 2), (0, 0), (2, 2)), FileBlock("m/b", "uint8", (3,), (0,), (3,))]
@@ -59,8 +59,7 @@ path = sys.argv[1]
 
 def run_script(text: str, path: str) -> subprocess.CompletedProcess[str]:
     """Runs a script that saves; every one of them must end by itself."""
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", BEGINNING + textwrap.dedent(text), path]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=False)
+    return run_python(BEGINNING + textwrap.dedent(text), path, cwd=ROOT, warnings=["error::ResourceWarning"])
 
 
 def test_what_lies_in_the_buffer_is_written(tmp_path: Path, writer: Writer) -> None:
@@ -246,9 +245,7 @@ def test_a_process_of_multiprocessing_finishes_its_save(tmp_path: Path, method: 
         "if __name__ == '__main__':\n"
         f"    torch.multiprocessing.start_processes(work, (sys.argv[1],), 2, start_method={method!r})\n"
     )
-    done = subprocess.run(
-        [sys.executable, f"{script}", f"{tmp_path}/c"], capture_output=True, text=True, timeout=90, check=False
-    )
+    done = run_python(script, f"{tmp_path}/c", timeout_s=90)
     assert done.returncode == 0, done.stderr
     assert [fleet.checkpoint.load(f"{tmp_path}/c{rank}")["e"] for rank in (0, 1)] == [0, 1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError, FleetError
+from tests.helpers.hand_started import HandStarted
 from tests.helpers.workers import run_workers
 from tests.launch.launcher import Launcher
 
@@ -250,12 +252,8 @@ else:
 """
 
 
-def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000, script: str = TRAIN) -> None:
-    """Runs the job and compares each row with the number of its events; a lost or repeated one shows."""
-    options = [f"--server_num={servers}", "--worker_num=2", f"--max_restart={kills + 2}"]
-    with Launcher(tmp_path, script, *options, args=[str(kills), str(events), mode]) as job:
-        assert job.wait(300.0) == 0, job.stderr
-    assert len(list(tmp_path.glob("kill-*"))) == kills
+def check_counts(tmp_path: Path, events: int) -> None:
+    """Compares each row with the number of its events; a lost or repeated one shows."""
     counted = torch.zeros(50)
     for partition in range(4):
         for offset in range(events):
@@ -265,8 +263,34 @@ def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3
     assert found["seen"].tolist() == [counted.sum()] * 3
 
 
-def test_each_event_is_trained_once(tmp_path: Path) -> None:
-    trained(tmp_path, "async", kills=0, servers=2, events=500)
+def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000, script: str = TRAIN) -> None:
+    """Runs a job whose launcher starts again what is killed, and checks that every event counted once."""
+    options = [f"--server_num={servers}", "--worker_num=2", f"--max_restart={kills + 2}"]
+    with Launcher(tmp_path, script, *options, args=[str(kills), str(events), mode]) as job:
+        assert job.wait(300.0) == 0, job.stderr
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    check_counts(tmp_path, events)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., HandStarted]]:
+    """Starts a job of TRAIN in which nothing is killed."""
+    made: list[HandStarted] = []
+
+    def start(script: str, servers: int, events: int) -> HandStarted:
+        made.append(HandStarted(tmp_path, script, servers, workers=2))
+        for name in [*(f"server-{number}" for number in range(servers)), "worker-0", "worker-1"]:
+            made[0].start(name, "0", f"{events}", "async")
+        return made[0]
+
+    yield start
+    made[0].end()
+
+
+def test_each_event_is_trained_once(tmp_path: Path, start: Callable[..., HandStarted]) -> None:
+    job = start(TRAIN, servers=2, events=500)
+    assert {name: job.wait(name) for name in job.processes} == dict.fromkeys(job.processes, 0), job.logs()
+    check_counts(tmp_path, 500)
 
 
 @pytest.mark.slow
@@ -276,11 +300,12 @@ def test_each_event_is_trained_once_whatever_is_killed(tmp_path: Path, mode: str
     trained(tmp_path, mode, kills=5, servers=servers)
 
 
-def test_two_partitions_are_too_few_for_three_workers(tmp_path: Path) -> None:
-    script = TRAIN.replace("PARTITIONS = int(sys.argv[1]), int(sys.argv[2]), 4", "PARTITIONS = 0, 9, 1")
-    with Launcher(tmp_path, script, "--server_num=1", "--worker_num=2", args=["0", "9", "async"]) as job:
-        assert job.wait(120.0) != 0
-        assert "has 1 partitions and the job 2 workers: worker 1 would have no events" in job.stderr + job.stdout
+def test_one_partition_is_too_few_for_two_workers(start: Callable[..., HandStarted]) -> None:
+    job = start(TRAIN.replace("int(sys.argv[2]), 4", "int(sys.argv[2]), 1"), servers=1, events=9)
+    assert job.wait("worker-0") == 1
+    assert job.wait("worker-1") == 1
+    said = [(job.folder / f"worker-{rank}.log").read_text() for rank in range(2)]
+    assert all("has 1 partitions and the job 2 workers: worker 1 would have no events" in text for text in said)
 
 
 def test_timeout_counts_from_the_last_event_not_from_the_begin_of_the_batch() -> None:

@@ -19,6 +19,7 @@ from fleet.ps.server import operations
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
+from tests.helpers.ready_python import run_python
 from tests.helpers.served import batches, run_job, train
 
 
@@ -118,14 +119,7 @@ def test_a_server_that_ends_before_it_serves(ends: str, text: str, code: int, tm
         "POD_IP": "127.0.0.1",
         "PADDLE_PORT": "36001",
     }
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python(script, env={**os.environ, **variables}, timeout_s=100)
     assert done.returncode == code
     assert text in done.stderr
     assert ("did not call" in done.stderr) == (not ends)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +18,7 @@ from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.stream_progress import Resumption, StreamProgress
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, rows, serving
-from tests.helpers.served import _free_endpoints
+from tests.helpers.hand_started import HandStarted
 
 EVENTS = 600  # of each partition
 TRAIN = """
@@ -198,42 +195,15 @@ def test_a_loop_that_makes_one_step_of_several_batches_covers_nobody(monkeypatch
     assert (lost.asked, dataset._progress.accumulates) == (1, True)
 
 
-class HandStarted:
-    """Two servers and three workers that nobody restarts."""
+class StreamJob(HandStarted):
+    """Two servers and three workers."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.folder, self.kind = folder, kind
-        (folder / "train.py").write_text(TRAIN)
-        self.endpoints = _free_endpoints(2)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        super().__init__(folder, TRAIN, servers=2, workers=3)
+        self.kind = kind
 
-    def start(self, name: str, dies_at: int = -1) -> None:
-        kind, _, number = name.partition("-")
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_", "FLAGS_"))}
-        own = {
-            "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(self.endpoints),
-            "PADDLE_TRAINERS_NUM": "3",
-            "FLEET_PS_FOLDER": str(self.folder / "state"),
-            "FLEET_PS_LEASE": "10",
-            "FLEET_JOB_SECRET": "ab" * 32,
-            "OMP_NUM_THREADS": "1",
-        }
-        if kind == "server":
-            host, _, port = self.endpoints[int(number)].partition(":")
-            own |= {"TRAINING_ROLE": "PSERVER", "POD_IP": host, "PADDLE_PORT": port}
-        else:
-            own |= {"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": number}
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "train.py", str(EVENTS), str(dies_at), self.kind],
-                cwd=self.folder,
-                env={**kept, **own},
-                stdout=log,
-                stderr=log,
-            )
-
-    def wait(self, name: str, limit_s: float = 240.0) -> int:
-        return self.processes[name].wait(limit_s)
+    def begin(self, name: str, dies_at: int = -1) -> None:
+        self.start(name, str(EVENTS), str(dies_at), self.kind)
 
     def trained(self, ranks: str = "012") -> set[int]:
         """The events of the steps of these workers, from their own files."""
@@ -244,29 +214,17 @@ class HandStarted:
         """The workers whose logs hold the text."""
         return [path.stem for path in sorted(self.folder.glob("worker-*.log")) if text in path.read_text()]
 
-    def logs(self) -> str:
-        return "".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
-
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
-    made: list[HandStarted] = []
+    made: list[StreamJob] = []
 
-    def make(kind: str) -> HandStarted:
-        made.append(HandStarted(tmp_path, kind))
+    def make(kind: str) -> StreamJob:
+        made.append(StreamJob(tmp_path, kind))
         return made[0]
 
     yield make
-    for process in made[0].processes.values():
-        process.kill()
-        process.wait()
-
-
-def until(found: Any, job: HandStarted) -> None:
-    deadline = time.monotonic() + 200
-    while not found():
-        assert time.monotonic() < deadline, job.logs()
-        time.sleep(0.05)
+    made[0].end()
 
 
 @pytest.mark.slow
@@ -275,15 +233,15 @@ def test_each_event_of_a_lost_worker_is_trained_once(job: Any, tmp_path: Path, k
     """kill -9 of a worker at a random step; a row counts its event, so that a lost or repeated one shows."""
     ours = job(kind)
     for name in ("server-0", "server-1", "worker-0", "worker-2"):
-        ours.start(name)
-    ours.start("worker-1", dies_at=3 + os.getpid() % 15)
+        ours.begin(name)
+    ours.begin("worker-1", dies_at=3 + os.getpid() % 15)
     assert ours.wait("worker-1") == -signal.SIGKILL, ours.logs()
     own = {event for event in ours.trained("1")}
-    until(lambda: any(event // 10_000 % 3 == 1 for event in ours.trained("02") - own), ours)
+    ours.until(lambda: any(event // 10_000 % 3 == 1 for event in ours.trained("02") - own))
     assert len(ours.says("worker 1 is lost: this worker reads its streams from where it was")) == 1
     if kind == "back":
-        ours.start("worker-1")
-    until(lambda: len(ours.trained()) == 6 * EVENTS, ours)
+        ours.begin("worker-1")
+    ours.until(lambda: len(ours.trained()) == 6 * EVENTS)
     (tmp_path / "over").touch()
     for name, process in ours.processes.items():
         if kind == "back" or name != "worker-1":
@@ -299,10 +257,10 @@ def test_the_worker_that_covers_another_is_lost_too(job: Any, tmp_path: Path) ->
     """The last one reads the partitions of both; each event is still trained once."""
     ours = job("coverer")
     for name in ("server-0", "server-1", "worker-0", "worker-2"):
-        ours.start(name)
-    ours.start("worker-1", dies_at=5)
+        ours.begin(name)
+    ours.begin("worker-1", dies_at=5)
     assert ours.wait("worker-1") == -signal.SIGKILL, ours.logs()
-    until(lambda: len(ours.trained()) == 6 * EVENTS, ours)
+    ours.until(lambda: len(ours.trained()) == 6 * EVENTS)
     (tmp_path / "over").touch()
     codes = {name: process.wait(240) for name, process in ours.processes.items()}
     assert sorted(codes.values()) == [-signal.SIGKILL] * 2 + [0] * 3, ours.logs()
