@@ -13,6 +13,8 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 # Nothing that a caller exported may decide which modules or which worker identity a target sees.
 unexport PYTHONPATH PYTHONHOME
+# Nor keep Python from storing what it has compiled: each process of the tests would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
 .PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long lint docs site bench dist clean

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from tests.properties.pool import Pool
 from tests.properties.script import script_of
 
 SIZES = (1, 2, 4)
+# Without pytest, whose fork server has what tests/conftest.py names.
+PRELOAD = ["torch.nn.parallel", "torch.distributed.fsdp", "fleet.facade", "tests.properties.pool"]
 
 
 @dataclass
@@ -127,6 +130,7 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--scripts", type=Path, help="folder for a script of each fault")
     asked = parser.parse_args()
+    multiprocessing.set_forkserver_preload(PRELOAD)
     numbers = range(asked.start, asked.draws) if asked.only is None else [asked.only]
     report = run(numbers, asked.seed, shrinks=not asked.no_shrink, most_faults=asked.most_faults, tell=True)
     print(report)

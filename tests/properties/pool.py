@@ -23,7 +23,6 @@ from tests.helpers.workers import free_ports, worker_environment
 from tests.properties.loops import LOOPS, Job
 from tests.properties.models import MODELS, optimizer_of
 
-PRELOAD = ["torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.device_mesh", "fleet.facade"]
 LIMIT_S = 20.0  # for one draw; the first of a pool also imports
 STARTED_S = 60.0
 COMPILED_S = 200.0
@@ -39,8 +38,6 @@ class Pool:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        # Imported once, before the fork server's first process; later calls change nothing.
-        multiprocessing.set_forkserver_preload([*PRELOAD, __name__])
         context = multiprocessing.get_context("forkserver")
         ports = free_ports(self.workers + 1)
         for rank in range(self.workers):

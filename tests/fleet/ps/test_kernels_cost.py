@@ -90,24 +90,33 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert second.startswith("KernelStore")
 
 
+KERNELS = (
+    "from fleet.ps.table.kernels.rule_kernels import update_function\n"
+    "update_function('sgd')\n"
+    "from fleet.ps.table.kernels.id_kernels import merge_rows; merge_rows(0, 0, 0, 0, 0, 0)\n"
+    "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
+    "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the compiled kernels."""
+    folder = tmp_path_factory.mktemp("cache")
+    assert _run(KERNELS, NUMBA_CACHE_DIR=str(folder)) == "good"
+    return folder
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K", b"text"])
-def test_damaged_files_of_the_cache_are_written_anew(content: bytes, tmp_path: Path) -> None:
+def test_damaged_files_of_the_cache_are_written_anew(content: bytes, cache: Path) -> None:
     """A machine that died leaves empty files; every start ended with EOFError until somebody removed them."""
-    code = (
-        "from fleet.ps.table.kernels.rule_kernels import update_function\n"
-        "update_function('sgd')\n"
-        "from fleet.ps.table.kernels.id_kernels import merge_rows; merge_rows(0, 0, 0, 0, 0, 0)\n"
-        "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
-        "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
-    )
-    assert _run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "good"
-    files = [path for kind in ("nbi", "nbc") for path in tmp_path.rglob(f"*.{kind}")]
+    files = [path for kind in ("nbi", "nbc") for path in cache.rglob(f"*.{kind}")]
     assert len(files) > 4
     for kind in ("nbc", "nbi"):
-        for path in tmp_path.rglob(f"*.{kind}"):
+        for path in cache.rglob(f"*.{kind}"):
             path.write_bytes(content)
-        assert _run(code, NUMBA_CACHE_DIR=str(tmp_path)) == "good"
-        assert not [path for path in tmp_path.rglob("*.nbi") if path.read_bytes() == content]
+        assert _run(KERNELS, NUMBA_CACHE_DIR=str(cache)) == "good"
+        assert not [path for path in cache.rglob("*.nbi") if path.read_bytes() == content]
 
 
 # What numba takes for one small loop: the unit in which the cost of the kernels is the same on every machine.
