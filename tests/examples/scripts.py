@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.helpers.ready_python import start_python
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "resnet"
 # The smallest network and images that still learn something in a few steps.
@@ -77,9 +79,37 @@ def running(line: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def run(line: list[str], folder: Path, limit_s: float = 60.0) -> tuple[int, str]:
     """Runs a command to its end; returns its exit code and everything it wrote."""
-    with running(line, folder) as process:
-        code = process.wait(limit_s)
+    python, *words = line
+    options = []
+    while words[0] == "-W":
+        options.append(words[1])
+        words = words[2:]
+    if python == sys.executable and words[0].endswith(".py"):
+        code = _run_script(words, options, folder, limit_s)
+    else:
+        with running(line, folder) as process:
+            code = process.wait(limit_s)
     return code, (folder / "output").read_text(errors="replace")
+
+
+def _run_script(words: list[str], options: list[str], folder: Path, limit_s: float) -> int:
+    """Runs what needs no interpreter of its own."""
+    script, *arguments = words
+    with (folder / "output").open("wb") as output:
+        started = start_python(
+            Path(script),
+            *arguments,
+            out=output.fileno(),
+            err=output.fileno(),
+            cwd=folder,
+            env=environment(),
+            warnings=options,
+        )
+        try:
+            return started.wait(limit_s)
+        finally:
+            started.kill()
+            started.wait(20.0)
 
 
 def train(line: list[str], folder: Path, limit_s: float = 60.0) -> str:

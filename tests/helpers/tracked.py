@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.ready_python import run_python
+
 __all__ = ["read_back"]
 
 _TRAIN = """
@@ -40,8 +42,7 @@ def read_back(tracker: str, folder: Path, ends: str, environment: Mapping[str, s
         read: code that gets ``folder`` as its argument; its last line is the JSON.
     """
     variables = {**os.environ, **environment, "HOME": str(folder)}
-    train = [sys.executable, "-c", _TRAIN, tracker, str(folder), ends]
-    job = subprocess.run(train, env=variables, capture_output=True, text=True, timeout=120, cwd=folder)
+    job = run_python(_TRAIN, tracker, str(folder), ends, cwd=folder, env=variables, timeout_s=120)
     expected = int(ends.removeprefix("with status ")) if "status" in ends else int(ends != "well")
     assert job.returncode == expected, job.stderr
     assert "Training goes on" not in job.stderr, job.stderr

@@ -93,7 +93,8 @@ class SyncExchange:
         self.client = client
         self.plan = plan
         self._spare: dict[int, Rows | None] = {}  # memory for dense gradients; new memory costs as much as sending them
-        self._replicas = make_replicas(client, plan)
+        self._replicas = make_replicas(client, plan, before_lookup=self._begin)
+        self._has_begun = False
         self._reached = client.step  # the parameters hold all steps up to this one
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
@@ -107,6 +108,13 @@ class SyncExchange:
             "prefetch() asks for rows before the step that changes them is done, but in sync training every step sees "
             "all steps before it. Omit prefetch, or set a_sync to True."
         )
+
+    def _begin(self) -> None:
+        """Waits before the first lookup, as a pull does: a worker that was restarted may find its last step pending."""
+        if not self._has_begun and self._replicas is not None:
+            self._has_begun = True
+            self.settle()
+            self._replicas.expire()
 
     def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""

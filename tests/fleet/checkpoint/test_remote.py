@@ -18,6 +18,7 @@ from torch import nn
 import fleet.checkpoint
 from fleet.checkpoint.storage import open_folder
 from fleet.errors import CheckpointError
+from tests.helpers.ready_python import run_python
 from tests.helpers.workers import free_ports
 
 if importlib.util.find_spec("s3fs") is None or importlib.util.find_spec("moto") is None:
@@ -96,9 +97,7 @@ def save(epoch, asynchronous=False):
 
 
 def run_script(text: str, name: str, store: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT.format(root=f"{ROOT}") + text, name]
-    environment = {**os.environ, **store}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return run_python(SCRIPT.format(root=f"{ROOT}") + text, name, env={**os.environ, **store})
 
 
 @pytest.mark.slow

@@ -263,6 +263,15 @@ def check_counts(tmp_path: Path, events: int) -> None:
     assert found["seen"].tolist() == [counted.sum()] * 3
 
 
+def trained(tmp_path: Path, mode: str, kills: int, servers: int, events: int = 3000, script: str = TRAIN) -> None:
+    """Runs a job whose launcher starts again what is killed, and checks that every event counted once."""
+    options = [f"--server_num={servers}", "--worker_num=2", f"--max_restart={kills + 2}"]
+    with Launcher(tmp_path, script, *options, args=[str(kills), str(events), mode]) as job:
+        assert job.wait(300.0) == 0, job.stderr
+    assert len(list(tmp_path.glob("kill-*"))) == kills
+    check_counts(tmp_path, events)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., HandStarted]]:
     """Starts a job of TRAIN in which nothing is killed."""
@@ -288,11 +297,7 @@ def test_each_event_is_trained_once(tmp_path: Path, start: Callable[..., HandSta
 @pytest.mark.parametrize(("mode", "servers"), [("sync", 2), ("stale", 2), ("async", 1)])
 def test_each_event_is_trained_once_whatever_is_killed(tmp_path: Path, mode: str, servers: int) -> None:
     """Issue 14.2: 5 random kill -9 of workers and servers; a row counts its events, so each one shows."""
-    options = [f"--server_num={servers}", "--worker_num=2", "--max_restart=7"]
-    with Launcher(tmp_path, TRAIN, *options, args=["5", "3000", mode]) as job:
-        assert job.wait(300.0) == 0, job.stderr
-    assert len(list(tmp_path.glob("kill-*"))) == 5
-    check_counts(tmp_path, 3000)
+    trained(tmp_path, mode, kills=5, servers=servers)
 
 
 def test_one_partition_is_too_few_for_two_workers(start: Callable[..., HandStarted]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import fleet
 from fleet.checkpoint.checkpoint_command import _parser
 from fleet.elastic._faults import ACTIONS, POINTS
 from fleet.launch.cli.flags import BY_SPELLING
+from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT
 
 NAMES = ("docs/checkpoint.md", "docs/checkpoint.zh-CN.md")
@@ -38,8 +37,7 @@ def test_the_program_runs_and_goes_on(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = []
     for name in ("train.py", "train.py", "declare.py"):
-        command = [sys.executable, "-W", "error", name]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        done = run_python(tmp_path / name, cwd=tmp_path, env=environment, warnings=["error"])
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout)
     assert shown[:2] == ["at 2 32\n", "at 2 32\n"]

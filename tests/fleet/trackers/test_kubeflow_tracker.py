@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.trackers import kubeflow_tracker
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
+from tests.helpers.ready_python import run_python
 from tests.helpers.status_server import SCHEMA, StatusServer, serve_status
 
 
@@ -263,7 +263,7 @@ sys.exit(75)
 def test_an_end_in_the_middle_is_no_end(server: StatusServer, tmp_path: Path) -> None:
     """A preempted worker ends without an error."""
     variables = {**os.environ, **server.variables(tmp_path)}
-    job = subprocess.run([sys.executable, "-c", TRAIN], env=variables, capture_output=True, text=True, timeout=120)
+    job = run_python(TRAIN, env=variables, timeout_s=120)
     assert job.returncode == 75, job.stderr
     assert "WARNING" not in job.stderr, job.stderr
     assert status(server.bodies[-1])["progressPercentage"] == 60

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fleet.errors import PSError
 from fleet.ps.client.link import Request
@@ -49,6 +50,28 @@ def restart(service: Service, workers: list[Trainer]) -> None:
     for index, server in enumerate(list(service.servers)):
         server.stop()
         service.start(index)
+
+
+def test_a_restarted_worker_reads_rows_once_its_last_step_is_applied() -> None:
+    """003-19: its earlier process pushed step 1 and died, and the other worker has not pushed it yet."""
+    with serving(mode="sync", num_workers=2) as service:
+        first, other = start_workers(service)
+        table = next(part for part in first.plan.sparse if part.config.name == "words")
+        module = table.modules[0]
+        before = module(torch.tensor([4])).detach().clone()
+        first.client.push({table.table_id: gradient([4], 2.0, 3)})  # its answer waits for the other worker
+        first.abandon()
+        again = trainer_of(service, made(0)[1], 0, client_id=time.monotonic_ns() | 1, mode="sync")
+        again.open()
+        found: list[torch.Tensor] = []
+        words = next(part for part in again.plan.sparse if part.config.name == "words").modules[0]
+        reading = threading.Thread(target=lambda: found.append(words(torch.tensor([4])).detach().clone()))
+        reading.start()
+        reading.join(0.3)
+        assert reading.is_alive()
+        push(other, 4)
+        reading.join(CAP_S)
+        assert not torch.equal(found[0], before)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
