@@ -51,9 +51,9 @@ def make_replicas(
         return None
     found = {}
     for part in plan.sparse:
-        module = part.modules[0]
-        if len(part.modules) > 1 or part.group is None or part.config.accessor or part.config.entry:
+        if len(part.modules) != 1 or part.group is None or part.config.accessor or part.config.entry:
             continue
+        module = part.modules[0]
         if isinstance(module, ServedEmbedding) and module.read_weight() is not None:
             found[part.table_id] = module
     return RowReplicas(client, found, old_s, before_lookup) if found else None
