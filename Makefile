@@ -58,9 +58,9 @@ demo-gpt: $(READY)
 	$(PY) examples/gpt/plot.py output/demo/gpt.png 'plain torch=output/demo/gpt_torch.jsonl' \
 		'pp 2 x mp 2=output/demo/gpt_mp2_pp2.jsonl'
 
-# A file of tests at a time. Quick tests wait for two fifths of their time, so that three processes fill two processors.
+# A file of tests at a time. Quick tests wait for half of their time, so that four processes fill two processors.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=3 --dist=loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=4 --dist=loadfile
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
