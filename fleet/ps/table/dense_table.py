@@ -59,8 +59,7 @@ class DenseTable:
     def __init__(self, config: DenseTableConfig) -> None:
         self.config = config
         self.gate = Gate()
-        self._lock = threading.Lock()  # of changes
-        self._changes = 0  # that have begun
+        self._lock = threading.Lock()
         self._rule = config.rule
         # One row, laid out as in a sparse table, so that the same kernels update it.
         size = config.size
@@ -77,16 +76,10 @@ class DenseTable:
 
     def pull(self, out: Float32s | None = None) -> Float32s:
         """Returns the values, written to ``out`` where given."""
-        if out is None:
-            out = np.empty_like(self._values)
-        self._check("out", out)
-        # Several workers ask at once, and nothing changes meanwhile in sync mode.
-        begun = self._changes
-        if not self._lock.locked():
-            out[:] = self._values
-            if self._changes == begun:
-                return out
         with self._lock:
+            if out is None:
+                return self._values.copy()
+            self._check("out", out)
             out[:] = self._values
         return out
 
@@ -94,7 +87,6 @@ class DenseTable:
         """Applies one gradient of all elements by the table's rule."""
         self._check("gradient", gradient)
         with self._lock:
-            self._changes += 1
             self.is_set = True
             if self._rule.name == "adam_d2sum":
                 self._push_d2sum(gradient)
@@ -108,7 +100,6 @@ class DenseTable:
         """Adds ``delta`` to the values (geo); the state stays."""
         self._check("delta", delta)
         with self._lock:
-            self._changes += 1
             self._values += delta
             self.is_set = True
 
@@ -116,7 +107,6 @@ class DenseTable:
         """Replaces the values; the state stays."""
         self._check("values", values)
         with self._lock:
-            self._changes += 1
             self._values[:] = values
             self.is_set = True
 
@@ -134,7 +124,6 @@ class DenseTable:
                 f"{self._rule.name!r} keeps float32 {self._state.shape}."
             )
         with self._lock:
-            self._changes += 1
             self._values[:] = values
             self._state[:] = state
             self.is_set = True

@@ -120,23 +120,3 @@ def test_wrong_arrays_and_rules() -> None:
         DenseTableConfig("d", 2, Rule("shared_adagrad"))
     with pytest.raises(ConfigError, match="size"):
         DenseTableConfig("d", -1)
-
-
-def test_a_pull_holds_whole_changes_whoever_pushes_meanwhile() -> None:
-    table = DenseTable(DenseTableConfig("mlp", 200_000, Rule("sum")))
-    table.set_values(np.zeros(200_000, np.float32))
-    stop = threading.Event()
-
-    def push() -> None:
-        while not stop.is_set():
-            table.add(np.ones(200_000, np.float32))
-
-    thread = threading.Thread(target=push)
-    thread.start()
-    try:
-        seen = [table.pull() for _ in range(200)]
-    finally:
-        stop.set()
-        thread.join()
-    assert all((values == values[0]).all() for values in seen)
-    assert len({values[0] for values in seen}) > 10
