@@ -308,19 +308,6 @@ def _rows(part: Mapping[str, Tensor], columns: Sequence[str]) -> int:
 
 def _taken(held: deque[dict[str, Tensor]], count: int, columns: Sequence[str]) -> dict[str, Tensor]:
     """Returns a batch of the first rows of the parts and takes them away."""
-    part = held[0]
-    rows = _rows(part, columns)
-    if rows > count:  # most batches are part of one row group
-        batch = {}
-        for name in columns:
-            ends = part.get(name + OFFSETS)
-            if ends is None:
-                batch[name], part[name] = part[name][:count].clone(), part[name][count:]
-                continue
-            size = int(ends[count] - ends[0])
-            batch[name], part[name] = part[name][:size].clone(), part[name][size:]
-            batch[name + OFFSETS], part[name + OFFSETS] = ends[:count] - ends[0], ends[count:]
-        return batch
     cut: list[dict[str, Tensor]] = []
     while count:
         part = held.popleft()
@@ -331,7 +318,12 @@ def _taken(held: deque[dict[str, Tensor]], count: int, columns: Sequence[str]) -
         count -= min(count, rows)
     batch = {name: torch.cat([part[name] for part in cut]) for name in columns}
     for name in columns:
-        if name + OFFSETS in cut[0]:
+        if name + OFFSETS not in cut[0]:
+            continue
+        if len(cut) == 1:  # most batches are part of one row group
+            ends = cut[0][name + OFFSETS]
+            batch[name + OFFSETS] = ends[:-1] - ends[0]
+        else:
             lengths = torch.cat([part[name + OFFSETS].diff() for part in cut])
             batch[name + OFFSETS] = lengths.cumsum(0) - lengths
     return batch
@@ -344,7 +336,8 @@ def _sliced(part: Mapping[str, Tensor], start: int, stop: int, columns: Sequence
         if ends is None:
             found[name] = part[name][start:stop]
         else:
-            found[name] = part[name][int(ends[start] - ends[0]) : int(ends[stop] - ends[0])]
+            first = ends[0].item()
+            found[name] = part[name][ends[start].item() - first : ends[stop].item() - first]
             found[name + OFFSETS] = ends[start : stop + 1]
     return found
 
