@@ -36,7 +36,6 @@ from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target,
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
-    PART_BYTES,
     Header,
     MessageError,
     MessageFlag,
@@ -45,6 +44,7 @@ from fleet.ps.wire.messages import (
     control_body,
     decode_control,
     encode_parts,
+    places_of_rows,
 )
 from fleet.ps.wire.positions import Positions, positions_tail
 from fleet.ps.wire.row_form import Remainders, wire_parts
@@ -338,24 +338,17 @@ class Client:
         A push that is made inside, with these tables first and in this order, does not copy what is there. Other
         threads wait meanwhile.
         """
-        sizes = {
-            table_id: config.size
-            for table_id in table_ids
-            if isinstance(config := self._table(table_id).config, DenseTableConfig)
-        }
+        configs = [self._table(table_id).config for table_id in table_ids]
+        sizes = [config.size for config in configs if isinstance(config, DenseTableConfig)]
+        starts, whole = places_of_rows(sizes)
         link = self._links[0]
         with link.lock:
-            wholes = [PART_BYTES + 4 * size + -4 * size % 8 for size in sizes.values()]
-            place = link.place(sum(wholes)) if len(self._links) == 1 and self.config.wire == "float32" else None
-            starts = itertools.accumulate(wholes, initial=PART_BYTES)
-            yield (
-                {}
-                if place is None
-                else {
-                    table_id: np.frombuffer(place, np.float32, size, start)
-                    for (table_id, size), start in zip(sizes.items(), starts, strict=False)
-                }
-            )
+            place = link.place(whole) if len(self._links) == 1 and self.config.wire == "float32" else None
+            if place is None:
+                yield {}
+                return
+            rows = [np.frombuffer(place, np.float32, size, start) for size, start in zip(sizes, starts, strict=True)]
+            yield dict(zip(table_ids, rows, strict=True))
 
     def add(self, deltas: Mapping[int, Gradient | Rows], *, step: int = 0) -> Ticket:
         """Adds deltas to the values (geo); ``step`` above 0 is applied once per worker even after its restart."""

@@ -20,7 +20,6 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState, parts_of
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
-    PART_BYTES,
     Buffer,
     Header,
     MessageFlag,
@@ -32,6 +31,7 @@ from fleet.ps.wire.messages import (
     decode_control,
     decode_parts,
     encode_parts,
+    places_of_rows,
 )
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
@@ -113,19 +113,16 @@ class ConnectedWorker:
 
         In memory they lie where the body has them, so that nothing is copied.
         """
-        sizes = [4 * n * dim for n, dim in shapes]
-        whole = sum(PART_BYTES + size + -size % 8 for size in sizes)
+        starts, whole = places_of_rows([n * dim for n, dim in shapes])
         place = self.connection.place_in_memory(whole)
         if place is None:
             if whole > len(self._rows):
                 self._rows = memoryview(np.empty(whole + whole // 4, np.uint8))  # type: ignore[arg-type]
             place = self._rows
-        rows = []
-        at = 0
-        for size, shape in zip(sizes, shapes, strict=True):
-            rows.append(np.frombuffer(place, np.float32, size // 4, at + PART_BYTES).reshape(shape))
-            at += PART_BYTES + size + -size % 8
-        return rows
+        return [
+            np.frombuffer(place, np.float32, n * dim, start).reshape(n, dim)
+            for (n, dim), start in zip(shapes, starts, strict=True)
+        ]
 
 
 Beat = Callable[[dict[str, Any]], None]

@@ -39,6 +39,7 @@ __all__ = [
     "encode_header",
     "encode_parts",
     "is_in_memory",
+    "places_of_rows",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -244,6 +245,18 @@ def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buf
             if values is not None:
                 buffers.extend(_field(values, dtype, size, part.table_id))
     return buffers
+
+
+def places_of_rows(counts: Sequence[int]) -> tuple[list[int], int]:
+    """Returns where each part's float32 numbers begin in a body of parts with ``counts`` numbers and nothing else.
+
+    The second value is the size of that body.
+    """
+    starts, end = [], 0
+    for count in counts:
+        starts.append(end + PART_BYTES)
+        end += PART_BYTES + 4 * count + -4 * count % 8
+    return starts, end
 
 
 def _row_type(bfloat16: bool, has_scales: bool) -> Any:
