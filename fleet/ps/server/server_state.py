@@ -214,7 +214,7 @@ class ServerState:
             if self.job.recorder.takes != takes:  # a worker may have been told of these rows and read them before
                 for part in parts:
                     if part.ids is not None and part.table_id in fresh:
-                        self._note_for_workers(record, worker.rank, part.table_id, part.ids.copy())
+                        self._note_for_workers(part.table_id, part.ids.copy(), _adder(record))
             self.job.changed.notify_all()
         return Status.OK if fresh or not parts else Status.DUPLICATE
 
@@ -230,24 +230,21 @@ class ServerState:
         self._note_positions(record, worker, fresh)
         for part in parts:
             if part.ids is not None and part.table_id in fresh:
-                self._note_changed(record, worker.rank, part.table_id, part.ids)
+                self._note_changed(record, part.table_id, part.ids)
         self.counts["duplicates"] += len(ids) - len(fresh)
         return fresh
 
-    def _note_changed(self, record: Record, rank: int, table_id: int, ids: Keys) -> None:
-        if self.job.published.on or self._is_for_workers(record, table_id):
+    def _note_changed(self, record: Record, table_id: int, ids: Keys) -> None:
+        if self.job.published.on or _adder(record) is not None or self.job.recorder.watching(table_id):
             kept = ids.copy()
             self.job.note_changed(table_id, kept)
-            self._note_for_workers(record, rank, table_id, kept)
+            self._note_for_workers(table_id, kept, _adder(record))
 
-    def _is_for_workers(self, record: Record, table_id: int) -> bool:
-        return record.kind == RecordKind.ADD or bool(self.job.recorder.watching(table_id))
-
-    def _note_for_workers(self, record: Record, rank: int, table_id: int, ids: Keys) -> None:
+    def _note_for_workers(self, table_id: int, ids: Keys, added_by: int | None = None) -> None:
         """Notes changed ids for workers with rows of their own; the array must not change afterwards."""
         readers = set(self.job.recorder.watching(table_id))
-        if record.kind == RecordKind.ADD:
-            readers.update(worker.rank for worker in self.job.workers if worker.rank != rank)
+        if added_by is not None:
+            readers.update(worker.rank for worker in self.job.workers if worker.rank != added_by)
         self.job.recorder.mark(readers, table_id, ids)
 
     def _refuse_overtaken(self, record: Record, worker: Worker) -> None:
@@ -359,7 +356,9 @@ class ServerState:
                         raise
                 with self.job.changed:
                     if self.job.recorder.takes != takes:  # a worker whose lease had ended may have asked too early
-                        self._note_for_watchers(merged)
+                        for part in merged:
+                            if part.ids is not None:
+                                self._note_for_workers(part.table_id, part.ids)
                     self._unfinished = None
                     self.job.changed.notify_all()
 
@@ -367,13 +366,7 @@ class ServerState:
         for part in merged:
             if part.ids is not None:
                 self.job.note_changed(part.table_id, part.ids)
-        self._note_for_watchers(merged)
-
-    def _note_for_watchers(self, merged: Sequence[TablePart]) -> None:
-        recorder = self.job.recorder
-        for part in merged:
-            if part.ids is not None:
-                recorder.mark(recorder.watching(part.table_id), part.table_id, part.ids)
+                self._note_for_workers(part.table_id, part.ids)
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
         """Drops what the held gradients have for these tables; their steps stay open.
@@ -515,6 +508,11 @@ class ServerState:
 
 def _control(kind: int, fields: dict[str, Any], rank: int = 0, channel: int = 0, seq: int = 0) -> Record:
     return Record(kind, 0, rank, channel, seq, body=json.dumps(fields).encode())
+
+
+def _adder(record: Record) -> int | None:
+    """Returns who made an addition (geo), which all others are told of."""
+    return record.rank if record.kind == RecordKind.ADD else None
 
 
 def parts_of(body: Buffer, flags: int) -> tuple[Buffer, Positions | None]:
