@@ -95,8 +95,9 @@ def run(line: list[str], folder: Path, limit_s: float = 60.0) -> tuple[int, str]
 def _run_script(words: list[str], options: list[str], folder: Path, limit_s: float) -> int:
     """Runs what needs no interpreter of its own."""
     script, *arguments = words
-    with (folder / "output").open("wb") as output:
-        started = start_python(
+    with (
+        (folder / "output").open("wb") as output,
+        start_python(
             Path(script),
             *arguments,
             out=output.fileno(),
@@ -104,12 +105,9 @@ def _run_script(words: list[str], options: list[str], folder: Path, limit_s: flo
             cwd=folder,
             env=environment(),
             warnings=options,
-        )
-        try:
-            return started.wait(limit_s)
-        finally:
-            started.kill()
-            started.wait(20.0)
+        ) as started,
+    ):
+        return started.wait(limit_s)
 
 
 def train(line: list[str], folder: Path, limit_s: float = 60.0) -> str:

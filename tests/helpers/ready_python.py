@@ -33,7 +33,7 @@ _started: list[int] = []
 
 
 class Script:
-    """A running script; the methods are those of ``subprocess.Popen``."""
+    """A running script, which ends with the ``with`` block; the methods are those of ``subprocess.Popen``."""
 
     def __init__(self, words: IO[str], name: str) -> None:
         self._words, self._name = words, name
@@ -67,6 +67,13 @@ class Script:
     def kill(self) -> None:
         """Ends the script at once."""
         self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait(20.0)
 
 
 def start_python(
@@ -115,14 +122,10 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, as :func:`start_python` starts it; kills it after ``timeout_s``."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        started = start_python(
+        with start_python(
             script, *arguments, out=out.fileno(), err=err.fileno(), cwd=cwd, env=env, warnings=warnings
-        )
-        try:
+        ) as started:
             code = started.wait(timeout_s)
-        finally:
-            started.kill()
-            started.wait(20.0)
         texts = []
         for file in (out, err):
             file.seek(0)

@@ -106,16 +106,15 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     return out
 
 
-def mean_of(arrays: Sequence[Float32s], divisor: float, out: Float32s | None = None) -> Float32s:
-    """Returns the sum of float32 arrays [n], in the order given, over ``divisor``; written to ``out`` where given."""
+def mean_of(arrays: Sequence[Float32s], divisor: float) -> Float32s:
+    """Returns the sum of float32 arrays [n], in the order given, over ``divisor``."""
     for array in arrays:
         _check_array("values", array, np.float32, 1)
     kept = [np.ascontiguousarray(array) for array in arrays]
     if len({len(array) for array in kept}) != 1:
         raise ConfigError(f"arrays of {[len(array) for array in kept]} numbers have no mean.")
     sources = np.array([_address(array) for array in kept], np.int64)
-    if out is None or out.shape != kept[0].shape:
-        out = np.empty(len(kept[0]), np.float32)
+    out = np.empty(len(kept[0]), np.float32)
     load_kernels("id_kernels").mean_of(_address(sources), len(kept), len(out), divisor, _address(out))
     return out
 

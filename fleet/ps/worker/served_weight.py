@@ -177,8 +177,7 @@ class ServedWeight(_Operators, nn.Parameter):
         return _run(func, args, kwargs or {})
 
     def _forget_gradients(self) -> None:
-        found: Callable[[], WatchesWeight | None] = self.__dict__.get("module", lambda: None)
-        module = found()
+        module = _module_of(self)
         if module is not None:
             module.forget_gradients()
 
@@ -275,10 +274,14 @@ def _clears(func: Any, args: Any) -> bool:
     return func == _DELETES_GRADIENT or (func == _SETS_GRADIENT and args[1] is None)
 
 
+def _module_of(tensor: ServedWeight | ServedRows) -> WatchesWeight | None:
+    found: Callable[[], WatchesWeight | None] = tensor.__dict__.get("module", lambda: None)
+    return found()
+
+
 def _served_module(tensor: ServedWeight | ServedRows) -> WatchesWeight | None:
     """Returns the module whose rows, on servers now, ``tensor`` stands for."""
-    found: Callable[[], WatchesWeight | None] = tensor.__dict__.get("module", lambda: None)
-    module = found()
+    module = _module_of(tensor)
     return module if module is not None and module.lookup.trains() else None
 
 

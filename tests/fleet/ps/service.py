@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from fleet.ps.client.client import Client, Gradient
 from fleet.ps.client.client_config import ClientConfig
@@ -20,6 +22,8 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
+from fleet.ps.worker.row_replicas import RowReplicas
+from fleet.ps.worker.served_embedding import serve_embeddings
 from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.reference_store import ReferenceTable
 
@@ -129,6 +133,15 @@ def gradient(keys: Sequence[int], value: float = 1.0, dim: int = 2) -> Gradient:
 def rows(client: Client, keys: Sequence[int], table: int = 0) -> np.ndarray:
     """The rows of ``keys`` now, whatever the other workers have done."""
     return client.wait(client.pull({table: ids(*keys)}, wait_for_others=False))[table]
+
+
+def replica(client: Client, num_rows: int = 8, old_s: float = math.inf) -> tuple[RowReplicas, torch.Tensor]:
+    """Rows of table 0 in a weight, which it returns too, and which held other values before."""
+    weight = torch.full((num_rows, 2), 7.0)
+    net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
+    serve_embeddings(net)
+    net[0].read_weight()
+    return RowReplicas(client, {0: net[0]}, old_s, lambda: None), weight
 
 
 def in_threads(*actions: Callable[[], Any], timeout_s: float = 30) -> None:

@@ -12,9 +12,8 @@ import torch
 import fleet
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from fleet.ps.worker.row_replicas import OLD_S, RowReplicas
-from fleet.ps.worker.served_embedding import serve_embeddings
-from tests.fleet.ps.service import SPARSE, gradient, serving
+from fleet.ps.worker.row_replicas import OLD_S
+from tests.fleet.ps.service import SPARSE, gradient, replica, serving
 from tests.helpers.served import RowSum, run_job
 
 _SEEDING = threading.Lock()
@@ -115,7 +114,7 @@ def test_training_does_not_run_ahead_of_what_is_sent(merge: int, monkeypatch: py
 def test_an_answer_from_before_a_barrier_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as service:
         client = service.client(0, tables={0: SPARSE})
-        replicas, weight = replica(client)
+        replicas, weight = replica(client, old_s=OLD_S)
         watch = client.watch
 
         def slowly(table_ids: Any) -> Any:
@@ -256,18 +255,10 @@ def pushed(client: Client, *keys: int, value: float = 1.0) -> None:
     client.wait(client.push({0: gradient(keys, value)}))
 
 
-def replica(client: Client, rows: int = 8) -> tuple[RowReplicas, torch.Tensor]:
-    weight = torch.full((rows, 2), 7.0)
-    net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
-    serve_embeddings(net)
-    net[0].read_weight()
-    return RowReplicas(client, {0: net[0]}, OLD_S, lambda: None), weight
-
-
 def test_a_server_that_came_back_makes_all_rows_be_read(tmp_path: Any) -> None:
     with serving(num_workers=2, folder=tmp_path / "s") as service:
         a, b = service.client(0, tables={0: SPARSE}), service.client(1, tables={0: SPARSE})
-        rows, weight = replica(a)
+        rows, weight = replica(a, old_s=OLD_S)
         assert not weight.any()
         pushed(b, 2)
         rows.bring(0.0)
@@ -296,7 +287,7 @@ def test_threads_that_look_up_at_once_leave_the_newest_rows() -> None:
             written.append(rows)
 
     with serving() as service:
-        replicas, _ = replica(service.client(0, tables={0: SPARSE}))
+        replicas, _ = replica(service.client(0, tables={0: SPARSE}), old_s=OLD_S)
         replicas._weights = {0: Rows()}  # type: ignore[dict-item]
         replicas._arrived.extend({0: (slice(None), text)} for text in ("older", "newer"))
         threads = [threading.Thread(target=replicas.bring, args=(float("inf"),)) for _ in range(2)]
@@ -313,7 +304,7 @@ def test_threads_that_look_up_at_once_leave_the_newest_rows() -> None:
 def test_the_thread_that_does_not_train_asks_and_rests_and_writes_nothing() -> None:
     with serving() as service:
         a = service.client(0, tables={0: SPARSE})
-        rows, weight = replica(a)
+        rows, weight = replica(a, old_s=OLD_S)
         rows._rests_until = 0.0
         pushed(a, 1)
         rows.receive()

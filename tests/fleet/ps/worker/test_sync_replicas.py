@@ -14,9 +14,8 @@ import fleet
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.worker.row_replicas import RowReplicas
-from fleet.ps.worker.served_embedding import serve_embeddings
 from tests.fleet.ps.local_transport import Fault
-from tests.fleet.ps.service import SPARSE, gradient, in_threads, rows, serving
+from tests.fleet.ps.service import SPARSE, gradient, in_threads, replica, rows, serving
 from tests.helpers.served import RowSum, run_job
 
 RATE, ROWS = 0.05, 12
@@ -192,14 +191,6 @@ def test_a_save_that_is_loaded_replaces_the_rows(tmp_path: Path) -> None:
 
     ((saved, loaded),) = run_job(work, strategy=made())
     assert torch.equal(saved, loaded)
-
-
-def replica(client: Client, num_rows: int = 8) -> tuple[RowReplicas, torch.Tensor]:
-    weight = torch.full((num_rows, 2), 7.0)
-    net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
-    serve_embeddings(net)
-    net[0].read_weight()
-    return RowReplicas(client, {0: net[0]}, math.inf, lambda: None), weight
 
 
 def step(client: Client, replicas: RowReplicas, *keys: int, value: float = 1.0) -> None:
