@@ -72,8 +72,7 @@ class TrainingChecks:
     def watch_optimizer(self, optimizer: FleetOptimizer) -> None:
         """Checks ``optimizer`` from now on."""
         self._optimizers[optimizer] = OptimizerWatch(optimizer)
-        if self._session.collective:
-            self._listen()
+        self._listen()
 
     def _listen(self) -> None:
         if not self._handles:
@@ -420,6 +419,9 @@ class TrainingChecks:
         """Runs before every step of an optimizer; raises ConfigError where the wrapped one should have stepped."""
         if self._stepping or isinstance(optimizer, OptimizerWrapper):
             return
+        if not self._session.collective:
+            self._check_step_past_servers(optimizer)
+            return
         wrapped = next((w for w in self._optimizers if w.user_optimizer is optimizer), None)
         if wrapped is not None and (wrapped.optimizer is not optimizer or self._compares):
             raise ConfigError(
@@ -433,6 +435,29 @@ class TrainingChecks:
                 f"{user_line()}: step() was called on an optimizer that distributed_optimizer() has not seen, and that "
                 f"has parameters of a model that distributed_model() returned. It bypasses {_missed(self._session)}. "
                 "Pass it to distributed_optimizer(), and step the result."
+            )
+
+    def _check_step_past_servers(self, optimizer: Optimizer) -> None:
+        """Raises ConfigError where ``optimizer`` trains what the servers hold, or what no other worker would see."""
+        session = self._session
+        job = session.server_job
+        if job is None or job.trainer is None or job.trainer.stopped or job.trainer.is_stepping():
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        served = {id(p) for wrapped in session.optimizers for g in wrapped.param_groups for p in g["params"]}
+        if held & served:
+            raise ConfigError(
+                f"{user_line()}: step() was called on an optimizer that distributed_optimizer() did not return, and "
+                "that has parameters of the job with parameter servers. It would change them in this worker alone. "
+                "Call step() on the optimizer that distributed_optimizer() returned."
+            )
+        trained = {id(p): name for model in session.models for name, p in model.module.named_parameters()}
+        own = [trained[one] for one in held if one in trained]
+        if own and session.world_size > 1:
+            raise ConfigError(
+                f"{user_line()}: step() was called on an optimizer that distributed_optimizer() has not seen, and that "
+                f"has {listed(sorted(own))} of the model. Each worker would train them alone. Put them "
+                "into a group of the optimizer for distributed_optimizer(); a job with parameter servers has one."
             )
 
     def _holds_watched(self, optimizer: Optimizer) -> bool:

@@ -37,6 +37,7 @@ class LoadWarning:
                 "model.load_state_dict(assign=True) would replace the parameters, but the parameter servers hold them. "
                 f"{_INSTEAD}"
             )
+        trainer.excuse_writes()
         warnings.warn(
             "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
             f"{_INSTEAD}",

@@ -10,13 +10,14 @@ import os
 import secrets
 import ssl
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.env import Environment
-from fleet.errors import ConfigError, NotInitializedError
+from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.shards import TableMap
@@ -137,6 +138,11 @@ class ServerJob:
         """Sends what waits and leaves the job; servers end when every worker has left."""
         trainer = self.running()
         try:
+            trainer.check_written()
+        except ConfigError as error:  # the job has ended well otherwise
+            trainer.excuse_writes()
+            warnings.warn(f"fleet.stop_worker(): {error}", OptionWarning, stacklevel=3)
+        try:
             trainer.flush()
             trainer.refresh()
             trainer.close()
@@ -185,6 +191,7 @@ class ServerJob:
             geo=strategy.mode == "geo",
             adam_d2sum=options["adam_d2sum"],
             dense_here=strategy.hybrid,
+            masked=bool(options["asp"]),
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
         plan.ids_of(list(tables), "sparse_table_configs")  # settings of a table that does not exist are a mistake

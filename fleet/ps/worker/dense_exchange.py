@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import NanInfError, PSError
-from fleet.ps.worker.table_plan import DensePart
+from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.trainer_group import TrainerGroup
 
 __all__ = ["DenseExchange", "Round"]
@@ -62,6 +62,7 @@ class DenseExchange:
         self._buffer = torch.zeros(length, device=device)
         self._wait: Callable[[], None] = lambda: None
         self.rounds = 0  # updates so far, the same number on every trainer
+        self.is_stepping = False
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -86,12 +87,14 @@ class DenseExchange:
         """Steps the optimizer with worker 0's learning rates."""
         sent = self._header()[3:].reshape(-1, _RATE_PARTS).astype(np.float64).sum(axis=1).tolist()
         own = [group["lr"] for group in self._groups]
+        self.is_stepping = True
         try:
             for group, rate in zip(self._groups, sent, strict=True):
                 _set_rate(group, rate)
             self._optimizer.step()
             self.rounds += 1
         finally:
+            self.is_stepping = False
             for group, rate in zip(self._groups, own, strict=True):
                 group["lr"] = rate
 

@@ -68,6 +68,18 @@ class ServerExchange(Protocol):
             ConfigError: the mode does not allow rows that are a step old.
         """
 
+    def check(self) -> None:
+        """Raises ConfigError if the script has changed parameters that the servers hold."""
+
+    def excuse(self) -> None:
+        """Lets pass what the script writes before the next values from the servers."""
+
+    def meeting(self) -> None:
+        """Sends what waits: this worker is about to stand at a barrier."""
+
+    def met(self) -> None:
+        """Makes parameters and rows those of the servers, behind a barrier."""
+
     def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Takes the gradients of one step; the model's parameters may change.
 
@@ -96,6 +108,20 @@ class SyncExchange:
         self._replicas = make_replicas(client, plan, before_lookup=self._begin)
         self._has_begun = False
         self._reached = client.step  # the parameters hold all steps up to this one
+        if client.step:  # the last step of a worker that was restarted may be pending
+            self._receive({part.table_id: part.assign for part in plan.dense})
+            plan.watch.note()
+
+    def check(self) -> None:
+        """Raises ConfigError if the script has changed dense parameters."""
+        self.plan.watch.check(self._ask)
+
+    def excuse(self) -> None:
+        """Lets pass what the script writes before the next step."""
+        self.plan.watch.excuse()
+
+    def meeting(self) -> None:
+        """Does nothing: nothing waits."""
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows after the steps this worker has pushed."""
@@ -128,6 +154,7 @@ class SyncExchange:
                 ticket = self.client.push(everything, positions=positions, out=answered, changed=changed)
             self.client.wait(ticket)
         self._receive(takes)
+        self.plan.watch.note()
         self._spare = spare
         self._reached = self.client.step
 
@@ -161,6 +188,7 @@ class SyncExchange:
     def flush(self) -> None:
         """Takes the servers' parameters."""
         self._receive({part.table_id: part.assign for part in self.plan.dense})
+        self.plan.watch.note()
         if self._replicas is not None:
             self._replicas.expire()
         self._reached = self.client.step
@@ -184,6 +212,10 @@ class SyncExchange:
         if takes:
             self.client.wait(self.client.pull(dict.fromkeys(takes), out=takes))
 
+    def _ask(self) -> dict[int, Rows]:
+        wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
+        return self.client.wait(self.client.pull(wanted))
+
 
 class _Mailbox:
     """The newest values of dense tables, on their way from a receiving thread to the one that trains."""
@@ -203,15 +235,21 @@ class _Mailbox:
             with self._lock:
                 self._ticket = ticket
 
-    def deliver(self) -> None:
-        """Copies what has arrived into the parameters."""
+    def deliver(self, only_new: bool = False) -> None:
+        """Copies what has arrived into the parameters; with ``only_new`` unless they have the same values already."""
         with self._lock:
             ticket = self._ticket
             self._ticket = None
-        if ticket is not None:
-            for part in self._plan.dense:
-                part.assign(ticket.result[part.table_id])
-            self.reached = ticket.reached or 0
+        if ticket is None:
+            return
+        self.reached = ticket.reached or 0
+        values, watch = ticket.result, self._plan.watch
+        kept = watch.values if only_new and not watch.is_excused else None
+        if kept is not None and all(np.array_equal(kept[key], values[key]) for key in values):
+            return
+        for part in self._plan.dense:
+            part.assign(values[part.table_id])
+        watch.note(values)
 
 
 class _ServersOwn:
@@ -228,6 +266,19 @@ class _ServersOwn:
         self._mailbox.reached = client.step
         self._bound = client.staleness
         self.flushes = 0  # a load or a shrink comes after one, and changes more than training does
+
+    def check(self) -> None:
+        """Raises ConfigError if the script has changed dense parameters."""
+        self._plan.watch.check(dict)  # all values were kept
+
+    def excuse(self) -> None:
+        """Lets pass what the script writes before the next values from the servers."""
+        self._plan.watch.excuse()
+
+    def met(self) -> None:
+        """Takes the servers' parameters, unless this worker has them: a forward from before keeps its backward."""
+        self._mailbox.receive(self.client)
+        self._mailbox.deliver(only_new=True)
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows; with a bound, once no other worker is further behind."""
@@ -286,8 +337,10 @@ class HalfAsyncExchange(_ServersOwn):
         """Pushes what waits and takes the servers' parameters."""
         self.flushes += 1
         self._sender.flush()
-        self._mailbox.receive(self.client)
-        self._mailbox.deliver()
+        self.met()
+
+    def meeting(self) -> None:
+        """Does nothing: a push is the sum of ``num_batches`` batches at a barrier, too."""
 
     def close(self) -> None:
         """Does nothing: it has no threads or connections of its own."""
@@ -343,12 +396,15 @@ class AsyncExchange(_ServersOwn):
         self._sender.flush()
         for client in self._others:
             client.flush()
-        self._mailbox.receive(self.client)
-        self._mailbox.deliver()
         self.met()
 
+    def meeting(self) -> None:
+        """Waits until the servers have this worker's steps."""
+        self._sender.flush()
+
     def met(self) -> None:
-        """Makes the next lookup see what the servers have by then."""
+        """Takes the servers' parameters, and makes the next lookup see what they have by then."""
+        super().met()
         if self._replicas is not None:
             self._replicas.expire()
 
@@ -401,6 +457,11 @@ class GeoExchange:
 
     def ahead(self, table_id: int, keys: Keys) -> None:
         """Does nothing: the rows are here."""
+
+    def check(self) -> None:
+        """Does nothing: what a script writes is part of the difference that this worker sends."""
+
+    excuse = meeting = met = check
 
     def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
         """Trains one step, and exchanges every ``k_steps`` steps."""

@@ -104,6 +104,10 @@ class HybridTrainer(Trainer):
         exchange.put(rows)
         dense.step()
 
+    def is_stepping(self) -> bool:
+        """Returns whether the trainer steps the user's optimizer at this moment, also for the steps of others."""
+        return self._dense is not None and self._dense.is_stepping
+
     def non_finite_rows(self) -> str:
         """Names a bad row, for a check that makes this trainer raise instead of stepping; the others raise as well."""
         found = super().non_finite_rows()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -106,6 +107,7 @@ class RowLookup:
         keeps_shows: the table counts shows and clicks.
         skipped: an id whose row is never trained.
         slot: the feature slot that rows of an accessor remember.
+        in_weight: the module's weight has room for all rows, so a pickled module has them.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class RowLookup:
         keeps_shows: bool = False,
         skipped: int | None = None,
         slot: int | None = None,
+        in_weight: bool = False,
     ) -> None:
         self.label = label
         self.source = None
@@ -125,6 +128,7 @@ class RowLookup:
         self.keeps_shows = keeps_shows
         self._skipped = skipped
         self._slot = slot
+        self._in_weight = in_weight
         self._spare = [UniqueKeys()]  # one for each thread that looks up at this moment
         self._ready: list[tuple[Tensor, Gradient]] = []
         self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
@@ -273,9 +277,21 @@ class RowLookup:
         return Gradient(gradient.ids[keep], np.ascontiguousarray(gradient.rows[keep]), *picked)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowLookup:
-        made = RowLookup(
-            self.label, num_counters=self._num_counters, keeps_shows=self.keeps_shows, skipped=self._skipped,
-            slot=self._slot,
-        )  # fmt: skip
+        made = self._make()()
         made.source = self.source  # both modules read one table
         return made
+
+    def __reduce__(self) -> tuple[Callable[[], RowLookup], tuple[()]]:
+        if self.source is not None and not self._in_weight:
+            raise ConfigError(
+                f"{self.label}: pickle and torch.save(module) would leave out its rows, which are not in the module. "
+                "Save them with fleet.save_persistables(dirname), and the other parameters with them or as "
+                "model.state_dict(); load them with embedding.load(dirname)."
+            )
+        return self._make(), ()
+
+    def _make(self) -> Callable[[], RowLookup]:
+        return partial(
+            RowLookup, self.label, num_counters=self._num_counters, keeps_shows=self.keeps_shows, skipped=self._skipped,
+            slot=self._slot, in_weight=self._in_weight,
+        )  # fmt: skip

@@ -80,12 +80,12 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         self.scales = config.scale_gradient
 
     def _new_lookup(self, *, keeps_shows: bool = False) -> RowLookup:
-        return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx)
+        return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx, in_weight=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of ``input``."""
         lookup = self.lookup
-        if lookup.source is None:
+        if lookup.source is None or self.takes_other_weight():
             return super().forward(input)
         with as_plain():
             weight = self.weight
@@ -241,7 +241,7 @@ def serve_embeddings(model: nn.Module) -> None:
         if type(module) is nn.Embedding and module.sparse:
             module.__class__ = ServedEmbedding
             served: ServedEmbedding = module  # type: ignore[assignment]
-            served.lookup = RowLookup(f"nn.Embedding {name!r}", skipped=module.padding_idx)
+            served.lookup = RowLookup(f"nn.Embedding {name!r}", skipped=module.padding_idx, in_weight=True)
             served.watch_weight()
 
 

@@ -12,7 +12,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +60,7 @@ class WatchesWeight(nn.Module):
     """
 
     weight: Tensor
+    own_weight: nn.Parameter  # stands for the rows, whatever torch.func.functional_call puts in its place
     lookup: RowLookup
     holds_rows = False  # the weight has room for the rows
     fixed: frozenset[str] = frozenset()  # attributes that the table was made from
@@ -78,6 +78,24 @@ class WatchesWeight(nn.Module):
         """Makes the weight a ServedWeight of this module; the object stays the same, so optimizers keep it."""
         self.weight.__class__ = ServedWeight
         self.weight.__dict__["module"] = weakref.ref(self)
+        self.__dict__["own_weight"] = self.weight  # no second parameter
+
+    def takes_other_weight(self) -> bool:
+        """Returns whether this forward was given another weight, as by ``torch.func.functional_call``.
+
+        Raises:
+            ConfigError: the weight itself was given other contents.
+        """
+        own = self.own_weight
+        if type(own) is not ServedWeight and self._is_served():
+            raise ConfigError(
+                f"{self.lookup.label}: torch.utils.swap_tensors() has put other values into its weight, but the rows "
+                f"are on the parameter servers. {_INSTEAD}"
+            )
+        return self._parameters.get("weight") is not own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "own_weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -317,9 +335,17 @@ def no_hook(label: str) -> str:
     )
 
 
-@lru_cache(maxsize=512)  # a step reads .grad, .device and .requires_grad several times
+_NAMES: dict[Any, str | None] = {}  # a step reads .grad, .device and .requires_grad several times
+
+
 def _name(func: Any) -> str | None:
     """Returns the name of ``func`` for messages; ``None`` if it reads and changes no value."""
+    if func not in _NAMES:
+        _NAMES[func] = _new_name(func)
+    return _NAMES[func]
+
+
+def _new_name(func: Any) -> str | None:
     if func is torch.autograd.grad:
         return "autograd.grad"
     name = getattr(func, "__name__", str(func))
@@ -333,6 +359,8 @@ def _name(func: Any) -> str | None:
 
 def _changed(name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Returns the tensors that a function changes in place."""
+    if kwargs.get("max_norm") is not None and name.startswith("embedding"):
+        return tree_leaves(args[1])  # F.embedding and F.embedding_bag renormalize rows
     first = [*args, *kwargs.values()][:1]
     in_place = name.endswith(("_", "...")) and not name.startswith("__")
     if (

@@ -7,38 +7,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.ps.client.shards import Rows
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import LEARNING_RATE, Rule
+from fleet.ps.worker.dense_part import DensePart, GroupPlace
+from fleet.ps.worker.dense_watch import DenseWatch
 from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.optimizer_rules import rule_of_group
 from fleet.ps.worker.served_embedding import ServedEmbedding
 
-__all__ = ["DensePart", "SparsePart", "TablePlan", "plan_tables"]
+__all__ = ["SparsePart", "TablePlan", "plan_tables"]
 
 Configure = Callable[[SparseTableConfig], SparseTableConfig]
 FLAT = "dense"
-
-
-@dataclass(frozen=True)
-class GroupPlace:
-    """A parameter group by its number, because ``load_state_dict`` replaces the dictionaries of an optimizer."""
-
-    optimizer: Optimizer
-    number: int
-
-    def read(self) -> dict[str, Any]:
-        """Returns the group as it is now."""
-        group: dict[str, Any] = self.optimizer.param_groups[self.number]
-        return group
 
 
 @dataclass
@@ -80,86 +66,24 @@ class SparsePart:
 
 
 @dataclass
-class DensePart:
-    """One dense table: the parameters of one optimizer group, flat, in the group's order."""
-
-    table_id: int
-    config: DenseTableConfig
-    parameters: list[nn.Parameter]
-    place: GroupPlace
-    follows: bool = True
-    _sum: tuple[Rows, list[Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
-
-    def rate(self) -> float | None:
-        """Returns the learning rate that the table must have now; ``None`` where it has none."""
-        return float(self.place.read()["lr"]) if self.follows else None
-
-    def values(self, out: Rows | None = None) -> Rows:
-        """Returns the parameters, written to ``out`` where given, float32 [size]."""
-        return _flat([p.detach() for p in self.parameters], out)
-
-    def gradients(self, out: Rows | None = None) -> Rows | None:
-        """Returns the gradients, written to ``out`` where given, float32 [size]; ``None`` if no parameter has one.
-
-        They are zeros where only some have none.
-        """
-        if not self.has_gradients():
-            return None
-        return _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters], out)
-
-    def has_gradients(self) -> bool:
-        """Returns whether any parameter has a gradient."""
-        return any(p.grad is not None for p in self.parameters)
-
-    @torch.no_grad()
-    def add_gradients(self, total: Rows) -> None:
-        """Adds the gradients to float32 [size], without a flat copy of them."""
-        if self._sum is None or self._sum[0] is not total:  # one sum takes the gradients of many steps
-            flat = torch.from_numpy(total).split([p.numel() for p in self.parameters])
-            self._sum = total, [place.view(p.shape) for place, p in zip(flat, self.parameters, strict=True)]
-        pairs = [(place, p.grad) for place, p in zip(self._sum[1], self.parameters, strict=True) if p.grad is not None]
-        dense = [g if g.layout is torch.strided else g.to_dense() for _, g in pairs]
-        torch._foreach_add_([place for place, _ in pairs], [g.to("cpu", torch.float32) for g in dense])
-
-    @torch.no_grad()
-    def assign(self, values: Rows, start: int = 0) -> None:
-        """Copies ``values`` into the parameters, from element ``start`` of all."""
-        if start == 0 and len(values) == self.config.size and all(map(_is_plain, self.parameters)):
-            self._assign_plain(values)
-            return
-        whole = torch.from_numpy(values)
-        end, at = start + len(whole), 0
-        for parameter in self.parameters:
-            first, last = max(at, start), min(at + parameter.numel(), end)
-            part = whole[first - start : max(first, last) - start]
-            if len(part) == parameter.numel():
-                parameter.copy_(part.view(parameter.shape))
-            elif len(part):
-                flat = parameter.reshape(-1).clone()
-                flat[first - at : last - at] = part
-                parameter.copy_(flat.view(parameter.shape))
-            at += parameter.numel()
-
-    def _assign_plain(self, values: Rows) -> None:
-        """Does :meth:`assign` for all values in half the time: numpy makes its views faster."""
-        at = 0
-        for parameter in self.parameters:
-            own = parameter.detach().numpy()
-            np.copyto(own, values[at : at + own.size].reshape(own.shape))
-            at += own.size
-        increment_version(self.parameters)
-
-
-@dataclass
 class TablePlan:
-    """Every table of a job; ids count sparse tables first, both in the order of model and groups."""
+    """Every table of a job; ids count sparse tables first, both in the order of model and groups.
+
+    ``masked``: this worker zeroes elements of its parameters after each update, as asp does.
+    """
 
     sparse: list[SparsePart] = field(default_factory=list)
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
+    masked: bool = False
     _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
+
+    @cached_property
+    def watch(self) -> DenseWatch:
+        """Notices what a script writes into the dense parameters."""
+        return DenseWatch(self.dense, masked=self.masked)
 
     def check_trained(self) -> None:
         """Checks that every gradient has a table, and that the tables' rules are still those of the groups.
@@ -270,6 +194,7 @@ def plan_tables(
     geo: bool = False,
     adam_d2sum: bool = False,
     dense_here: bool = False,
+    masked: bool = False,
     configure: Configure = lambda config: config,
 ) -> TablePlan:
     """Returns the tables for the modules and parameters that ``optimizer`` trains.
@@ -280,6 +205,7 @@ def plan_tables(
         geo: servers add differences, whatever the optimizer.
         adam_d2sum: dense tables use the rule of that name instead of Adam.
         dense_here: workers train the dense parameters, by any optimizer, and the servers have copies (hybrid).
+        masked: see :class:`TablePlan`.
         configure: final changes to a sparse table, for ``sparse_table_configs``.
 
     Raises:
@@ -290,7 +216,9 @@ def plan_tables(
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    plan = TablePlan(optimizer=optimizer)
+    plan = TablePlan(optimizer=optimizer, masked=masked)
+    models = list(models)
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
     stands_for_rows = set()
     for name, module in _embeddings(models):
         stands_for_rows.add(id(module.weight))
@@ -309,9 +237,9 @@ def plan_tables(
         rule = Rule("sum") if dense_here else _dense_rule(optimizer, group, geo, adam_d2sum)
         config = DenseTableConfig(f"{FLAT}.{number}", size, rule)
         table_id = len(plan.sparse) + len(plan.dense)
-        plan.dense.append(
-            DensePart(table_id, config, parameters, GroupPlace(optimizer, number), not (dense_here or geo))
-        )
+        place = GroupPlace(optimizer, number)
+        known = [names.get(id(p), f"parameter {at} of group {number}") for at, p in enumerate(parameters)]
+        plan.dense.append(DensePart(table_id, config, parameters, place, not (dense_here or geo), known))
     return plan
 
 
@@ -421,19 +349,3 @@ def _check_parameters(parameters: Sequence[nn.Parameter]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; tables hold float32. Train in "
                 "float32."
             )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.layout is torch.strided
-
-
-def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:
-    parts = [(t.to_dense() if t.layout is not torch.strided else t).detach().reshape(-1) for t in tensors]
-    if out is None:
-        out = np.empty(sum(map(len, parts)), np.float32)
-    whole = torch.from_numpy(out)
-    if all(part.device.type == "cpu" for part in parts):
-        torch.cat(parts, out=whole)
-    else:
-        whole.copy_(torch.cat(parts))
-    return out

@@ -20,6 +20,7 @@ from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
 from fleet.ps.table.rules import LEARNING_RATE
 from fleet.ps.worker.covered_rank import LostRanks
+from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.exchange_modes import (
     AsyncExchange,
     GeoExchange,
@@ -33,7 +34,7 @@ from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
-from fleet.ps.worker.table_plan import DensePart, SparsePart, TablePlan
+from fleet.ps.worker.table_plan import SparsePart, TablePlan
 
 __all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "give_initial_values", "rejoin", "wait_for_values"]
 
@@ -184,6 +185,7 @@ class Trainer:
             PSError: a server is lost for longer than the deadline.
         """
         exchange = self._running()
+        exchange.check()
         gradients = self._gradients(dense=self.config.check_finite or not exchange.reads_grad)
         if self.config.check_finite:
             self._check_finite(gradients)
@@ -227,11 +229,19 @@ class Trainer:
         return LostRanks(self.client, self.plan, self.config.sender, self.client.notify)
 
     def flush(self) -> None:
-        """Waits until all steps of this worker are applied on the servers, and as durable as their level promises."""
+        """Waits until all steps of this worker are applied on the servers, and as durable as their level promises.
+
+        The parameters are then the servers'. Raises ConfigError if the script has changed some.
+        """
+        self._running().check()
         self._running().flush()
         self.client.flush()
         if self.lost_ranks is not None:
             self.lost_ranks.flush()
+
+    def is_stepping(self) -> bool:
+        """Returns whether the trainer steps the user's optimizer outside a step of the script."""
+        return False
 
     def has_gradients(self) -> bool:
         """Returns whether rows have gradients that were not pushed."""
@@ -267,6 +277,15 @@ class Trainer:
                 if isinstance(module, ServedEmbedding):
                     module.refresh()
 
+    def check_written(self) -> None:
+        """Raises ConfigError if the script has changed parameters that the servers hold."""
+        self._running().check()
+
+    def excuse_writes(self) -> None:
+        """Lets pass what the script writes before the next values from the servers: it was warned."""
+        if self._exchange is not None:
+            self._exchange.excuse()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a restarted worker must know in order to repeat no step."""
         if self._client is None:
@@ -284,9 +303,13 @@ class Trainer:
 
     def meet(self, name: str) -> str | None:
         """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
+        exchange = self._exchange
+        if exchange is not None:
+            exchange.check()
+            exchange.meeting()
         key = self._stand(name, self.config.user_call())
-        if isinstance(self._exchange, SyncExchange | AsyncExchange):
-            self._exchange.met()
+        if exchange is not None:
+            exchange.met()
         return key
 
     def _stand(self, name: str, call: str) -> str | None:
@@ -368,6 +391,7 @@ class Trainer:
             values = client.wait(client.pull(wanted, wait_for_others=False))
             for part in self.plan.dense:
                 part.assign(values[part.table_id])
+            self.plan.watch.note(values)
 
     def _rows_of(self, table_id: int) -> TrainedRows:
         return TrainedRows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import operator
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import fleet
@@ -273,3 +275,71 @@ def test_copies_and_modules_after_the_job_are_free_again() -> None:
     made.net.emb.weight = nn.Parameter(torch.zeros(ROWS, 4))
     made.net.half()
     made.own.session.close()
+
+
+def test_a_forward_with_given_weights_uses_them(job: Job) -> None:
+    """torch.func.functional_call: zeros, a copy that takes a gradient, the parameters themselves."""
+    ids, net = torch.tensor([1, 2, 2]), job.net.emb
+    for owner, prefix in ((net, ""), (nn.Sequential(net), "0.")):
+        given = {f"{prefix}weight": torch.full((ROWS, 4), 2.0, requires_grad=True)}
+        found = torch.func.functional_call(owner, given, (ids,))
+        assert torch.equal(found, torch.full((3, 4), 2.0))
+        found.sum().backward()
+        gradient = given[f"{prefix}weight"].grad
+        assert gradient is not None
+        assert gradient.to_dense().sum(1).tolist() == [0, 4, 8, 0, 0, 0, 0, 0, 0, 0]
+        live = dict(owner.named_parameters())
+        assert torch.equal(torch.func.functional_call(owner, live, (ids,)), job.rows()[ids])
+    weights = {name: value.detach() for name, value in net.named_parameters()}
+    gradients = torch.func.grad(lambda given: torch.func.functional_call(net, given, (ids,)).sum())(weights)
+    assert gradients["weight"].to_dense()[2].tolist() == [2, 2, 2, 2]
+    assert not job.optimizer.has_new_gradients()  # of the rows themselves
+    assert trains_as_before(job, net.weight)
+
+
+def test_a_pickled_module_has_the_servers_rows(job: Job) -> None:
+    """Of nn.Embedding; it trains like plain torch where it is loaded. Rows of unbounded ids are refused."""
+    job.step()
+    ids = torch.arange(ROWS)
+    for write in (pickle.dumps, _saved):
+        read = pickle.loads(write(job.net.emb)) if write is pickle.dumps else write(job.net.emb)
+        assert torch.equal(read(ids), job.rows())
+        torch.optim.SGD(read.parameters(), 1.0).zero_grad()
+        read(ids[:1]).sum().backward()
+        torch.optim.SGD(read.parameters(), 1.0).step()
+        assert torch.equal(read.weight[1:], job.rows()[1:])
+        assert torch.equal(read.weight[0], job.rows()[0] - 1)
+        with pytest.raises(ConfigError, match=r"'ads': pickle and torch.save.*fleet.save_persistables"):
+            write(job.net)
+    assert trains_as_before(job, job.net.emb.weight)
+
+
+def _saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_rows_that_a_lookup_would_renormalize_are_refused(async_job: Job) -> None:
+    weight, ids = async_job.net.emb.weight, torch.tensor([1, 2])
+    before = async_job.rows()
+    for lookup in (
+        lambda: F.embedding(ids, weight, max_norm=0.1),
+        lambda: F.embedding_bag(ids, weight, torch.tensor([0]), max_norm=0.1),
+        lambda: F.embedding(ids, weight.detach(), max_norm=0.1),
+    ):
+        with pytest.raises(ConfigError, match=r"embedding\w* would change its weight here"):
+            lookup()
+    assert torch.equal(F.embedding(ids, weight), before[ids])
+    assert torch.equal(async_job.rows(), before)
+
+
+def test_a_weight_with_the_contents_of_another_tensor_is_refused(job: Job) -> None:
+    other = nn.Parameter(torch.zeros(ROWS, 4))
+    weight = job.net.emb.weight
+    torch.utils.swap_tensors(weight, other)
+    with pytest.raises(ConfigError, match=r"swap_tensors\(\) has put other values into its weight"):
+        job.step()
+    torch.utils.swap_tensors(weight, other)
+    assert trains_as_before(job, weight)

@@ -1,0 +1,128 @@
+"""DenseWatch: notices what a script writes into dense parameters while the servers hold them.
+
+Their next values would undo such a write without a word, as in a loop that clips weights after each step.
+
+[Note: What shows a write]
+Torch counts the changes of a parameter, but none through ``.data``. So each step also looks at a few elements of each
+parameter, and the first steps and every 64th one compare all of them with what the servers gave. A script may take back
+what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleet.errors import ConfigError
+from fleet.ps.client.shards import Rows
+from fleet.ps.worker.dense_part import DensePart
+
+__all__ = ["DenseWatch"]
+
+_FIRST, _EVERY = 4, 64  # steps that compare all elements
+_PROBES = 8
+_INSTEAD = (
+    "Change parameters before fleet.init_worker(), compute what forward uses from them (weight.clamp(-1, 1)), or leave "
+    "the dense parameters to the workers: strategy.hybrid_configs = {'dp_degree': fleet.worker_num()}."
+)
+
+
+class DenseWatch:
+    """The values that the servers gave the parameters of some dense tables.
+
+    Args:
+        parts: the tables.
+        masked: asp sets elements to zero after each update; zeros are then no writes of the script.
+
+    Attributes:
+        is_excused: what is written before the next values from the servers passes.
+        values: what the servers gave last, by table, float32 [size]; ``None`` where it was not kept.
+    """
+
+    def __init__(self, parts: Sequence[DensePart], *, masked: bool) -> None:
+        self.values: Mapping[int, Rows] | None = None
+        self._parts = parts
+        self._parameters = [p for part in parts for p in part.parameters]
+        self._masked = masked
+        self._probes: list[tuple[int, Any]] = [(0, None)] * len(self._parameters)
+        self._marks: list[Any] = []
+        self._count = 0
+        self.is_excused = True  # until there are values from the servers
+
+    def note(self, values: Mapping[int, Rows] | None = None) -> None:
+        """Takes the parameters as they are now for what the servers gave: ``values`` by table, float32 [size]."""
+        if values is None and self._parts and _compares(self._count + 1):
+            values = {part.table_id: part.values() for part in self._parts}
+        self.values = values
+        self._marks = self._read_marks()
+        self.is_excused = False
+
+    def excuse(self) -> None:
+        """Ignores what is written before the next values from the servers: the script was warned."""
+        self.is_excused = True
+
+    def check(self, ask: Callable[[], Mapping[int, Rows]]) -> None:
+        """Checks that the parameters are what the servers gave; ``ask`` returns that where it was not kept.
+
+        Raises:
+            ConfigError: the script has changed one, or its dtype.
+        """
+        if self.is_excused or not self._parts:
+            return
+        self._count += 1
+        marks = self._read_marks()
+        if marks == self._marks and not (_compares(self._count) and self.values is not None):
+            return
+        values = ask() if self.values is None else self.values
+        for part in self._parts:
+            self._compare(part, values[part.table_id])
+        self._marks = marks
+
+    def _compare(self, part: DensePart, given: Rows) -> None:
+        for number, parameter in enumerate(part.parameters):
+            if parameter.dtype is not torch.float32:
+                raise _refusal(part.name_of(number), f"it is {parameter.dtype}, and the servers hold float32")
+        own = part.values()
+        differs = own.view(np.uint32) != given.view(np.uint32)
+        if self._masked:
+            differs &= own != 0
+        if not differs.any():
+            return
+        first = int(differs.argmax())
+        number, element = part.place_of(first)
+        raise _refusal(
+            part.name_of(number), f"element {element} is {own[first]:.6g}, and the servers have {given[first]:.6g}"
+        )
+
+    def _read_marks(self) -> list[Any]:
+        found: list[Any] = []
+        for number, parameter in enumerate(self._parameters):
+            place = parameter.data_ptr()
+            known, probe = self._probes[number]
+            if known != place:
+                probe = _probe(parameter)
+                self._probes[number] = place, probe
+            found += parameter._version, place, None if probe is None else probe.tobytes()
+        return found
+
+
+def _refusal(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{name} was changed after fleet.init_worker() ({what}): the parameter servers hold it, so their next values "
+        f"would undo the change. {_INSTEAD}"
+    )
+
+
+def _compares(count: int) -> bool:
+    return count <= _FIRST or count % _EVERY == 0
+
+
+def _probe(parameter: nn.Parameter) -> Any:
+    """Returns a view of some elements that follows their values; ``None`` where there can be none."""
+    if parameter.device.type != "cpu" or not parameter.is_contiguous() or parameter.dtype is torch.bfloat16:
+        return None
+    return parameter.detach().view(-1)[:: max(1, parameter.numel() // _PROBES)].numpy()
