@@ -10,6 +10,7 @@ is not divided must also be equal along mp, and what is divided must not be.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ class TrainingChecks:
         self._optimizers: dict[FleetOptimizer, OptimizerWatch] = {}
         self._stepping = self._registered = 0
         self._handles: list[Any] = []
+        # How many parameters the optimizers have that are known to train other models.
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._compares = session.collective and session.process_group is not None and session.world_size > 1
         self._absence: RendezvousError | None = None
         self._said: list[Any] = []  # what all workers said last; empty when one was absent
@@ -443,6 +446,9 @@ class TrainingChecks:
         job = session.server_job
         if job is None or job.trainer is None or job.trainer.stopped or job.trainer.is_stepping():
             return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == count:
+            return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         served = {id(p) for wrapped in session.optimizers for g in wrapped.param_groups for p in g["params"]}
         if held & served:
@@ -459,6 +465,7 @@ class TrainingChecks:
                 f"has {listed(sorted(own))} of the model. Each worker would train them alone. Put them "
                 "into a group of the optimizer for distributed_optimizer(); a job with parameter servers has one."
             )
+        self._strangers[optimizer] = count
 
     def _holds_watched(self, optimizer: Optimizer) -> bool:
         watched = {id(p) for watch in self._models.values() for p in watch.named.values()}
