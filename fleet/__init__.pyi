@@ -233,7 +233,10 @@ def amp_init(
     """Checks that mixed precision is ready in the last distributed optimizer; see ``FleetOptimizer.amp_init``."""
 
 def barrier_worker() -> None:
-    """Returns when every worker has called it."""
+    """Returns when every worker has called it.
+
+    With parameter servers in sync and async mode, parameters and rows then hold every step before it.
+    """
 
 def clear_grad() -> None:
     """Clears the gradients of the last distributed optimizer."""

@@ -243,7 +243,10 @@ class Fleet:
         return self._need("split_files").util.get_file_shard(files)
 
     def barrier_worker(self) -> None:
-        """Returns when every worker has called it."""
+        """Returns when every worker has called it.
+
+        With parameter servers in sync and async mode, parameters and rows then hold every step before it.
+        """
         self.util.barrier("worker")
 
     def all_reduce(self, input: Any, mode: str = "sum") -> HostArray:
