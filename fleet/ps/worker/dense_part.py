@@ -47,14 +47,6 @@ class DensePart:
         """Returns the learning rate that the table must have now; ``None`` where it has none."""
         return float(self.place.read()["lr"]) if self.follows else None
 
-    def place_of(self, element: int) -> tuple[int, int]:
-        """Returns where element ``element`` of all lies: the number of its parameter, and its place in there."""
-        number = 0
-        while element >= self.parameters[number].numel():
-            element -= self.parameters[number].numel()
-            number += 1
-        return number, element
-
     def name_of(self, number: int) -> str:
         """Returns how messages name a parameter."""
         return repr(self.names[number]) if self.names else f"a parameter of shape {list(self.parameters[number].shape)}"

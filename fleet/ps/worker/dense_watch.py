@@ -5,7 +5,8 @@ Their next values would undo such a write without a word, as in a loop that clip
 [Note: What shows a write]
 Torch counts the changes of a parameter, but none through ``.data``. So each step also looks at a few elements of each
 parameter, and the first steps and every 64th one compare all of them with what the servers gave. A script may take back
-what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next step.
+what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next step,
+by more than rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["DenseWatch"]
 
 _FIRST, _EVERY = 4, 64  # steps that compare all elements
 _PROBES = 8
+_ROUNDING = float(np.finfo(np.float32).eps)
 _INSTEAD = (
     "Change parameters before fleet.init_worker(), compute what forward uses from them (weight.clamp(-1, 1)), or leave "
     "the dense parameters to the workers: strategy.hybrid_configs = {'dp_degree': fleet.worker_num()}."
@@ -87,16 +89,25 @@ class DenseWatch:
             if parameter.dtype is not torch.float32:
                 raise _refusal(part.name_of(number), f"it is {parameter.dtype}, and the servers hold float32")
         own = part.values()
-        differs = own.view(np.uint32) != given.view(np.uint32)
+        if np.array_equal(own.view(np.uint32), given.view(np.uint32)):
+            return
+        start = 0
+        for number, parameter in enumerate(part.parameters):
+            place = slice(start, start + parameter.numel())
+            self._compare_one(part.name_of(number), own[place], given[place])
+            start = place.stop
+
+    def _compare_one(self, name: str, own: Rows, given: Rows) -> None:
+        # Adding and subtracting a number, as sharpness-aware training does, leaves a rounding error.
+        allowed = _ROUNDING * np.abs(given).max(initial=0.0, where=np.isfinite(given))
+        with np.errstate(invalid="ignore"):  # of infinities
+            is_near = np.abs(own - given) <= allowed
+        differs = ~is_near & (own.view(np.uint32) != given.view(np.uint32))
         if self._masked:
             differs &= own != 0
-        if not differs.any():
-            return
-        first = int(differs.argmax())
-        number, element = part.place_of(first)
-        raise _refusal(
-            part.name_of(number), f"element {element} is {own[first]:.6g}, and the servers have {given[first]:.6g}"
-        )
+        if differs.any():
+            first = int(differs.argmax())
+            raise _refusal(name, f"element {first} is {own[first]:.6g}, and the servers have {given[first]:.6g}")
 
     def _read_marks(self) -> list[Any]:
         found: list[Any] = []

@@ -155,6 +155,34 @@ def test_what_is_taken_back_before_the_step_is_no_write(job: Job) -> None:
     job.end()
 
 
+def test_sharpness_aware_training_takes_its_perturbation_back(job: Job) -> None:
+    """Foret et al., 2021: up to rounding, which the servers' values undo."""
+    for _ in range(8):
+        job.optimizer.zero_grad()
+        job.model(torch.arange(3)).square().sum().backward()
+        dense = [job.net.hidden.weight, job.net.out.weight]
+        with torch.no_grad():
+            offsets = [0.05 * p.grad / p.grad.norm() for p in dense if p.grad is not None]
+            for parameter, offset in zip(dense, offsets, strict=True):
+                parameter.add_(offset)
+        job.optimizer.zero_grad()
+        job.model(torch.arange(3)).square().sum().backward()
+        with torch.no_grad():
+            for parameter, offset in zip(dense, offsets, strict=True):
+                parameter.sub_(offset)
+        job.optimizer.step()
+    job.end()
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-6, 1 + 1e-6])
+def test_a_decay_of_a_millionth_is_a_write(factor: float) -> None:
+    made = Job("sync")
+    made.net.out.weight.data.mul_(factor)
+    with pytest.raises(ConfigError, match=r"'out.weight' was changed"):
+        made.step()
+    made.own.session.close()
+
+
 def test_a_state_that_was_loaded_with_a_warning_lets_training_go_on(job: Job) -> None:
     job.step()
     state = {name: value * 2 for name, value in job.net.state_dict().items() if "emb" not in name}
