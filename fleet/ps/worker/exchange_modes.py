@@ -147,6 +147,7 @@ class SyncExchange:
         spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
         takes = {part.table_id: part.assign for part in self.plan.dense}
+        self.plan.watch.excuse()  # a step that fails may have written a part
         with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
             with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
                 everything = self._everything(gradients, places, spare)
@@ -187,6 +188,7 @@ class SyncExchange:
 
     def flush(self) -> None:
         """Takes the servers' parameters."""
+        self.plan.watch.excuse()
         self._receive({part.table_id: part.assign for part in self.plan.dense})
         self.plan.watch.note()
         if self._replicas is not None:
