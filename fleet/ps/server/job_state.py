@@ -157,6 +157,7 @@ class JobState:
         self.lease_s = lease_s
         self.name = name
         self.changed = threading.Condition(lock)
+        self.over = threading.Condition(lock)  # of those who wait for the end alone: no step wakes them
         self.workers = [Worker(rank) for rank in range(num_workers)]
         self.specs: dict[int, dict[str, Any]] = {}
         self.applied_step = 0
@@ -215,14 +216,23 @@ class JobState:
                 self.recorder.end_watch(worker.rank)
                 ranks.append(worker.rank)
         if ranks:
-            self.changed.notify_all()
+            self._say_left()
         return ranks
 
     def leave(self, worker: Worker) -> None:
         """Marks a worker as gone: it said goodbye."""
         worker.state = "gone"
         self.recorder.end_watch(worker.rank)
+        self._say_left()
+
+    def stop(self) -> None:
+        """Ends the server's work, whatever the workers do."""
+        self.stopped = True
+        self._say_left()
+
+    def _say_left(self) -> None:
         self.changed.notify_all()
+        self.over.notify_all()
 
     def active(self) -> list[Worker]:
         """Returns the workers that others wait for."""

@@ -251,8 +251,7 @@ class Operations:
 
     def _stop(self, *_: Any) -> Answer:
         with self._job.changed:
-            self._job.stopped = True
-            self._job.changed.notify_all()
+            self._job.stop()
         return Answer()
 
     # -- tables --------------------------------------------------------------------------------------------------

@@ -318,7 +318,6 @@ class ServerState:
                     "events would be lost: restart it, and it goes on behind the last ones that were trained."
                 )
             new = self._note_held(record, worker, held, self.journal.append(record))
-            self.job.changed.notify_all()
         return Status.OK if new else Status.DUPLICATE
 
     def _note_held(self, record: Record, worker: Worker, held: Held, lsn: int) -> bool:
@@ -456,8 +455,7 @@ class ServerState:
         """Ends the server: the journal holds a change that the tables lack."""
         self.failure = error
         with self.job.changed:
-            self.job.stopped = True
-            self.job.changed.notify_all()
+            self.job.stop()
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
