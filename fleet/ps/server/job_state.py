@@ -23,7 +23,7 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
-from fleet.ps.wire.messages import Buffer
+from fleet.ps.wire.messages import Buffer, TablePart
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
@@ -74,6 +74,7 @@ class Held:
     n_tables: int
     flags: int
     body: Buffer
+    parts: list[TablePart] | None = None  # what the body says, where it has been decoded; float32
 
 
 @dataclass(slots=True)

@@ -70,7 +70,8 @@ def change(state, rank, seq, step, value=1.0, client_id=None):
     item = gradient([1], value)
     body = b"".join(bytes(b) for b in encode_parts([TablePart(0, 1, 2, item.ids, item.rows)]))
     header = Header(Op.PUSH, 0, client_id or 100 + rank, seq, step, 1, Status.OK, len(body))
-    return state.change(state.job.workers[rank], 0, header, memoryview(body))
+    parts = state.checked(header, memoryview(body))
+    return state.change(state.job.workers[rank], 0, header, memoryview(body), parts)
 
 
 def value_of(state):
