@@ -146,9 +146,7 @@ class ServerState:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def change(
-        self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]
-    ) -> Status:
+    def change(self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]) -> Status:
         """Applies a push, an addition or a setting of dense values, unless it was applied before.
 
         In sync mode ``body``, of which ``parts`` are :meth:`checked`, is kept until the step is applied: it must not
@@ -308,9 +306,7 @@ class ServerState:
         """Returns whether there is room for the gradient of ``step`` (sync mode)."""
         return step <= self.job.applied_step + MAX_AHEAD or not self.job.held
 
-    def _hold(
-        self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]
-    ) -> Status:
+    def _hold(self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]) -> Status:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
         flags = int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.POSITIONS))
