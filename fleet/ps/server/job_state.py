@@ -23,7 +23,7 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
-from fleet.ps.wire.messages import Buffer
+from fleet.ps.wire.messages import Buffer, TablePart
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
@@ -74,6 +74,7 @@ class Held:
     n_tables: int
     flags: int
     body: Buffer
+    parts: list[TablePart] | None = None  # what the body says, where it has been decoded; float32
 
 
 @dataclass(slots=True)
@@ -157,6 +158,7 @@ class JobState:
         self.lease_s = lease_s
         self.name = name
         self.changed = threading.Condition(lock)
+        self.over = threading.Condition(lock)  # of those who wait for the end alone: no step wakes them
         self.workers = [Worker(rank) for rank in range(num_workers)]
         self.specs: dict[int, dict[str, Any]] = {}
         self.applied_step = 0
@@ -215,14 +217,23 @@ class JobState:
                 self.recorder.end_watch(worker.rank)
                 ranks.append(worker.rank)
         if ranks:
-            self.changed.notify_all()
+            self._say_left()
         return ranks
 
     def leave(self, worker: Worker) -> None:
         """Marks a worker as gone: it said goodbye."""
         worker.state = "gone"
         self.recorder.end_watch(worker.rank)
+        self._say_left()
+
+    def stop(self) -> None:
+        """Ends the server's work, whatever the workers do."""
+        self.stopped = True
+        self._say_left()
+
+    def _say_left(self) -> None:
         self.changed.notify_all()
+        self.over.notify_all()
 
     def active(self) -> list[Worker]:
         """Returns the workers that others wait for."""

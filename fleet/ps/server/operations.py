@@ -17,7 +17,7 @@ from fleet.errors import FleetError
 from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
 from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
-from fleet.ps.server.server_state import ServerState, parts_of
+from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
     Buffer,
@@ -251,8 +251,7 @@ class Operations:
 
     def _stop(self, *_: Any) -> Answer:
         with self._job.changed:
-            self._job.stopped = True
-            self._job.changed.notify_all()
+            self._job.stop()
         return Answer()
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -277,11 +276,10 @@ class Operations:
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
             body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
-        status = state.change(worker, peer.channel, header, body)
+        parts = state.checked(header, body)
+        status = state.change(worker, peer.channel, header, body, parts)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
-        pushed = parts_of(body, header.flags)[0]
-        parts = decode_parts(pushed, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         return self._values(peer, worker, header, [part for part in parts if part.ids is None], beat, status)
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:

@@ -176,8 +176,7 @@ class Server:
         state.journal.close()
         self._pair.step_back(self._take_over)
         with state.job.changed:
-            state.job.stopped = True
-            state.job.changed.notify_all()
+            state.job.stop()
 
     def _ready(self) -> None:
         state = self.state
@@ -241,7 +240,7 @@ class Server:
         """
         job = self.state.job
         with job.changed:
-            ended = job.changed.wait_for(job.ended, timeout_s)
+            ended = job.over.wait_for(job.ended, timeout_s)
         if self.state.failure is not None:
             raise PSError(
                 f"parameter server {self.config.index}: a change was journaled and could not be applied: "
@@ -270,8 +269,7 @@ class Server:
             self._listener.close()
         job = self.state.job
         with job.changed:
-            job.stopped = True
-            job.changed.notify_all()
+            job.stop()
         with self._lock:
             connections = dict(self._open)
         for connection in connections:
@@ -372,8 +370,7 @@ class Server:
                 return
             with job.changed:
                 if turn is Turn.OVER:
-                    job.stopped = True
-                    job.changed.notify_all()
+                    job.stop()
                 ranks = job.expire(time.monotonic())
             if ranks:
                 self._notify(

@@ -146,17 +146,12 @@ class ServerState:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def change(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
+    def change(self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]) -> Status:
         """Applies a push, an addition or a setting of dense values, unless it was applied before.
 
-        In sync mode ``body`` is kept until the step is applied: it must not change.
-
-        Raises:
-            Refused: the message does not fit the tables; nothing was changed.
+        In sync mode ``body``, of which ``parts`` are :meth:`checked`, is kept until the step is applied: it must not
+        change.
         """
-        if not header.seq:
-            raise Refused("a change needs its number in the channel, from 1.")
-        parts = self._checked(header, body)
         channel = worker.channel(number)
         with channel.lock:
             if worker.client_id != header.client_id or worker.state == "expired":
@@ -166,14 +161,21 @@ class ServerState:
                 self.counts["duplicates"] += 1
                 return Status.DUPLICATE
             if self.sync and header.op is Op.PUSH:
-                status = self._hold(worker, number, header, body)
+                status = self._hold(worker, number, header, body, parts)
             else:
                 status = self._apply_now(worker, number, header, parts, body)
         if self.sync:
             self.apply_ready()
         return status
 
-    def _checked(self, header: Header, body: memoryview) -> list[TablePart]:
+    def checked(self, header: Header, body: memoryview) -> list[TablePart]:
+        """Returns the parts of a change, with float32 rows.
+
+        Raises:
+            Refused: the message does not fit the tables.
+        """
+        if not header.seq:
+            raise Refused("a change needs its number in the channel, from 1.")
         if header.flags & MessageFlag.POSITIONS and (header.op is not Op.PUSH or not header.step):
             raise Refused("positions of streams come with a push that has a step.")
         own = parts_of(body, header.flags)[0]
@@ -304,12 +306,12 @@ class ServerState:
         """Returns whether there is room for the gradient of ``step`` (sync mode)."""
         return step <= self.job.applied_step + MAX_AHEAD or not self.job.held
 
-    def _hold(self, worker: Worker, number: int, header: Header, body: memoryview) -> Status:
+    def _hold(self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]) -> Status:
         if not header.step:
             raise Refused("a push in sync mode needs the number of its step, from 1.")
         flags = int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.POSITIONS))
         record = Record(RecordKind.HELD, 0, worker.rank, number, header.seq, header.step, header.n_tables, flags, body)
-        held = _held_of(record)
+        held = _held_of(record, parts)
         with self.job.changed:
             self._refuse_overtaken(record, worker)
             if flags & MessageFlag.POSITIONS and worker.clock < header.step <= self.job.applied_step:
@@ -318,7 +320,6 @@ class ServerState:
                     "events would be lost: restart it, and it goes on behind the last ones that were trained."
                 )
             new = self._note_held(record, worker, held, self.journal.append(record))
-            self.job.changed.notify_all()
         return Status.OK if new else Status.DUPLICATE
 
     def _note_held(self, record: Record, worker: Worker, held: Held, lsn: int) -> bool:
@@ -389,7 +390,7 @@ class ServerState:
         by_table: dict[int, list[TablePart]] = {}
         for held in gradients:
             bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
-            for part in wide_parts(decode_parts(held.body, held.n_tables, bfloat16)):
+            for part in held.parts or wide_parts(decode_parts(held.body, held.n_tables, bfloat16)):
                 by_table.setdefault(part.table_id, []).append(part)
         merged = []
         for table_id in sorted(by_table):
@@ -456,8 +457,7 @@ class ServerState:
         """Ends the server: the journal holds a change that the tables lack."""
         self.failure = error
         with self.job.changed:
-            self.job.stopped = True
-            self.job.changed.notify_all()
+            self.job.stop()
 
     # -- recovery ------------------------------------------------------------------------------------------------
 
@@ -520,8 +520,8 @@ def parts_of(body: Buffer, flags: int) -> tuple[Buffer, Positions | None]:
     return split_positions(body) if flags & MessageFlag.POSITIONS else (body, None)
 
 
-def _held_of(record: Record) -> Held:
-    return Held(record.n_tables, record.flags & ~MessageFlag.POSITIONS, parts_of(record.body, record.flags)[0])
+def _held_of(record: Record, parts: list[TablePart] | None = None) -> Held:
+    return Held(record.n_tables, record.flags & ~MessageFlag.POSITIONS, parts_of(record.body, record.flags)[0], parts)
 
 
 def _without(held: Held, table_ids: Sequence[int]) -> Held:

@@ -361,8 +361,7 @@ class Leader:
         """Ends this server, which has stepped down: the job is over."""
         job = self._state.job
         with job.changed:
-            job.stopped = True
-            job.changed.notify_all()
+            job.stop()
 
     def close(self) -> None:
         """Ends the line to the standby, and whoever waits for it."""

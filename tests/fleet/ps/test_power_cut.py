@@ -42,7 +42,7 @@ class Life:
             part = TablePart(0, len(KEYS), 2, KEYS, np.ones((len(KEYS), 2), np.float32))
             body = memoryview(bytearray(b"".join(bytes(item) for item in encode_parts([part]))))
             header = Header(Op.PUSH, client_id=self.worker.client_id, seq=self.sent, step=self.sent, n_tables=1)
-            self.state.change(self.worker, 1, header, body)
+            self.state.change(self.worker, 1, header, body, self.state.checked(header, body))
 
     def durable(self) -> int:
         """What the worker has been told, and so does not keep any more."""

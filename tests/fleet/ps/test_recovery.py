@@ -132,6 +132,20 @@ def test_the_state_after_a_kill_is_bit_equal(tmp_path, snapshots, level):
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_steps_that_were_held_as_decoded_are_replayed_from_their_bytes_with_the_same_bits(tmp_path, wire):
+    with serving(mode="sync", num_workers=2, folder=tmp_path / "s") as service:
+        a, b = (service.client(rank, tables=TABLES, wire=wire) for rank in (0, 1))
+        for round_ in range(5):
+            train(a, 1, round_)
+            train(b, 1, 100 + round_)
+        train(b, 1, 200)  # is still held
+        now = state_of(service.servers[0])
+        assert now["session"][0] == 5
+        assert list(now["session"][3]) == [6]
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+
+
 def test_rows_admitted_by_their_score_are_drawn_alike_after_a_kill(tmp_path):
     """The journal after a snapshot does not begin with the first push."""
     accessor = Accessor("SparseAccessor", create_by_score=True, zero_init=False)

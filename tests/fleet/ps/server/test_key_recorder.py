@@ -18,6 +18,16 @@ def test_ids_that_repeat_take_little_memory() -> None:
     assert recorder.take(1, 1, 1).tolist() == list(range(100))
 
 
+def test_ids_come_sorted_and_once_whatever_their_arrays_hold() -> None:
+    recorder = KeyRecorder()
+    recorder.mark([1], 1, ids(5, -1, 5))
+    recorder.mark([1], 1, ids(3, 5, 1))
+    assert recorder.take(1, 1, 1).tolist() == [-1, 1, 3, 5]
+    assert recorder.take(1, 1, 1).tolist() == [-1, 1, 3, 5]
+    recorder.mark([1], 1, ids(9, 2))
+    assert recorder.take(1, 1, 2).tolist() == [2, 9]
+
+
 def test_what_was_not_received_comes_again() -> None:
     recorder = KeyRecorder()
     recorder.mark([TOUCHED], 1, ids(1, 2))

@@ -37,7 +37,8 @@ keys, ones = np.arange(3), np.ones((3, 2), np.float32)
 parts = [TablePart(0, 3, 2, keys, ones), TablePart(1, 2, 1, None, np.ones((2, 1), np.float32))]
 for number, op in enumerate((Op.PUSH, Op.ADD), 1):
     body = memoryview(bytearray(b"".join(bytes(item) for item in encode_parts(parts))))
-    state.change(worker, 0, Header(op, seq=number, n_tables=2), body)
+    header = Header(op, seq=number, n_tables=2)
+    state.change(worker, 0, header, body, state.checked(header, body))
 for number, (action, fields) in enumerate((("shrink", {"threshold": 0}), ("advance_day", {}))):
     state.alter(worker, 0, Header(Op.ALTER, seq=number + 3), 0, action, fields)
 sparse, dense = state.tables[0].table, state.tables[1].table

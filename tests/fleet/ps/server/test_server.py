@@ -17,7 +17,7 @@ from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
-from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, serving
+from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, rows, serving, until
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def change(state, rank, seq, step, value=1.0, client_id=None):
     item = gradient([1], value)
     body = b"".join(bytes(b) for b in encode_parts([TablePart(0, 1, 2, item.ids, item.rows)]))
     header = Header(Op.PUSH, 0, client_id or 100 + rank, seq, step, 1, Status.OK, len(body))
-    return state.change(state.job.workers[rank], 0, header, memoryview(body))
+    parts = state.checked(header, memoryview(body))
+    return state.change(state.job.workers[rank], 0, header, memoryview(body), parts)
 
 
 def value_of(state):
@@ -108,6 +109,46 @@ def test_sync_applies_when_all_are_there():
     state.leave(state.job.workers[1])
     assert value_of(state) == -3 - 2 * (MAX_AHEAD - 1)
     assert state.job.applied_step == MAX_AHEAD
+
+
+def test_steps_do_not_wake_who_waits_for_the_end(monkeypatch):
+    with serving(mode="sync", num_workers=2) as service:
+        server, a, b = service.servers[0], service.client(0), service.client(1)
+        looks = []
+        ended = server.state.job.ended
+        monkeypatch.setattr(server.state.job, "ended", lambda: bool(looks.append(0)) or ended())
+        waiting = threading.Thread(target=server.wait)
+        waiting.start()
+        until(lambda: looks)
+        for _ in range(5):
+            for client in (a, b):
+                client.wait(client.push({0: gradient([1])}))
+        assert rows(a, [1])[0, 0] == -5
+        assert len(looks) == 1
+        a.goodbye()
+        b.goodbye()
+        waiting.join(10)
+        assert not waiting.is_alive()
+
+
+def test_a_push_does_not_wake_who_waits_for_its_step():
+    state = state_of(sync=True, num_workers=3)
+    looks = []
+
+    def is_applied():
+        looks.append(0)
+        return state.job.applied_step == 1
+
+    change(state, 0, 1, 1)
+    waiting = threading.Thread(target=state.job.wait_for, args=(is_applied, lambda: None, 30.0))
+    waiting.start()
+    until(lambda: looks)
+    change(state, 1, 1, 1)
+    assert len(looks) == 1
+    change(state, 2, 1, 1)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert len(looks) == 3  # both by wait_for: what it waited for holds
 
 
 def test_a_table_with_another_specification_is_refused_and_none_of_the_call_is_made():
