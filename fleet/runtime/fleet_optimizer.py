@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +25,9 @@ from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 # Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
 UsersClass: Any = cast("Any", object)
 
+Closure = Callable[[], float] | None
+Step = Callable[[Closure], Any]
+
 
 class StepObserver(Protocol):
     """What the optimizer tells the session."""
@@ -41,8 +43,8 @@ class StepObserver(Protocol):
     def before_step(self) -> None:
         """Called before each step of the user."""
 
-    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
-        """Returns the context in which ``optimizer`` steps."""
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        """Does a ``step`` of ``optimizer`` and returns its result."""
 
     def after_step(self) -> None:
         """Called after each step of the user."""
@@ -68,21 +70,21 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Updates the parameters; what a step means depends on the strategies that are on."""
         observer = self._observer
         if observer is not None:
             observer.before_step()
         try:
-            with nullcontext() if observer is None else observer.stepping(self, closure is not None):
-                result = super().step(closure)
+            step = super().step
+            result = step(closure) if observer is None else observer.stepping(self, step, closure)
         except RuntimeError as error:
             if observer is not None:
                 observer.explain(error)
             raise
         self._filled = False
-        if self._observer is not None:
-            self._observer.after_step()
+        if observer is not None:
+            observer.after_step()
         return result
 
     def minimize(

@@ -60,6 +60,24 @@ def test_a_pass_begins_once_and_grad_is_none() -> None:
     assert not passes.running
 
 
+def test_passes_that_nobody_waits_for_are_noticed() -> None:
+    """They are counted, also when a graph is passed twice, and their losses are differentiated."""
+    net = Net()
+    passes = passes_of(net)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = passes.forward(net, (x,), {}).first.sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert (passes.begun, [forward.differentiated for forward in forwards_behind(loss)]) == (0, [""])
+    for number in (1, 2):
+        loss.backward(retain_graph=True)
+        assert (passes.begun, [forward.differentiated for forward in forwards_behind(loss)]) == (number, ["user"])
+        assert not passes.running
+    seen: list[str] = []  # whoever begins to wait is told of the next pass
+    passes.starts.append(lambda: seen.append("start"))
+    loss.backward()
+    assert (passes.begun, seen, passes.running) == (3, ["start"], False)
+
+
 def test_a_pass_that_failed_does_not_last() -> None:
     """A hook that raises leaves a pass without an end; the next forward starts afresh."""
     net = Net()
