@@ -205,6 +205,8 @@ class GeoCommunicator:
             return last[1]
         rows = self._rows[table_id]
         places = rows.find(keys)
+        if isinstance(rows, WholeGeoRows):
+            return places
         if len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
