@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVERS", "ServedOptimizer"]
 
+_MORE = ("momentum", "weight_decay", "maximize", "fused", "differentiable")  # settings of SGD that change its numbers
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 
 
@@ -92,6 +94,13 @@ class ServedOptimizer(OptimizerWrapper):
     def train_here(self) -> None:
         """Steps the user's optimizer on this worker's parameters (geo)."""
         optimizer: Any = self.optimizer
+        if _is_plain_sgd(optimizer):
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for group in optimizer.param_groups:
+                    trained = [p for p in group["params"] if p.grad is not None]
+                    if trained:
+                        torch._foreach_add_(trained, [p.grad for p in trained], alpha=-group["lr"])
+            return
         own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if not any(own):
             optimizer.step()
@@ -164,3 +173,15 @@ class ServedOptimizer(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "trainer": None}
+
+
+def _is_plain_sgd(optimizer: Any) -> bool:
+    """Returns whether a step adds ``-lr * grad`` to each parameter and nothing runs around it but hooks of its own."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and "step" not in vars(optimizer)  # of a scheduler, or of the script
+        and not (torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
+        and not torch.autograd._profiler_enabled()
+        and not any(group[name] for group in optimizer.param_groups for name in _MORE)
+        and all(type(group["lr"]) is float for group in optimizer.param_groups)
+    )
