@@ -78,6 +78,30 @@ def test_passes_that_nobody_waits_for_are_noticed() -> None:
     assert (passes.begun, seen, passes.running) == (3, ["start"], False)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_the_script_on_an_output_run_beside_it(inside: bool) -> None:
+    """Whether the module has put them there or the loop; a handle removes its own alone."""
+    seen: list[str] = []
+
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.handle = y.register_hook(lambda gradient: seen.append("module")) if inside else None
+            return y
+
+    net = Hooked(2, 1)
+    passes = passes_of(net)
+    output = passes.forward(net, (torch.ones(1, 2),), {})
+    handle = output.register_hook(lambda gradient: seen.append("loop") or 2 * gradient)
+    output.retain_grad()
+    output.sum().backward(retain_graph=True)
+    assert (passes.begun, seen) == (1, ["module", "loop"] if inside else ["loop"])
+    assert output.grad.tolist() == [[2.0]]
+    handle.remove()
+    output.sum().backward()
+    assert (passes.begun, seen.count("loop"), net.bias.grad.item()) == (2, 1, 3.0)
+
+
 def test_a_pass_that_failed_does_not_last() -> None:
     """A hook that raises leaves a pass without an end; the next forward starts afresh."""
     net = Net()
