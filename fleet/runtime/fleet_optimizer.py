@@ -183,7 +183,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every parameter."""
-        super().zero_grad(set_to_none=set_to_none)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         self._filled = False
 
     def clear_grad(self, set_to_zero: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVERS", "ServedOptimizer"]
 
-_MORE = ("momentum", "weight_decay", "maximize", "fused", "differentiable")  # settings of SGD that change its numbers
+_MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 
 
@@ -117,8 +118,9 @@ class ServedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and rows."""
         with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows watches its uses
-            super().zero_grad(set_to_none=set_to_none)
-        self.drop_row_gradients()
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.trainer is not None:
+            self.trainer.drop_gradients()
 
     def drop_row_gradients(self) -> None:
         """Drops the gradients of rows."""
@@ -182,6 +184,5 @@ def _is_plain_sgd(optimizer: Any) -> bool:
         and "step" not in vars(optimizer)  # of a scheduler, or of the script
         and not (torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
         and not torch.autograd._profiler_enabled()
-        and not any(group[name] for group in optimizer.param_groups for name in _MORE)
-        and all(type(group["lr"]) is float for group in optimizer.param_groups)
+        and all(type(group["lr"]) is float and not any(_MORE(group)) for group in optimizer.param_groups)
     )
