@@ -411,13 +411,14 @@ class Session:
 
         A loop that does not say when it asks for its next batch begins it here.
         """
-        if torch.is_grad_enabled() and self.models[0].training:
+        records = torch.is_grad_enabled()
+        if records and self.loops.checkpoints and self.models[0].training:
             self.loops.before_forward()
         self.checks.before_forward(model)
         self.step_watch.before_forward(self.num_steps)
-        if torch.is_grad_enabled() and model.training:
+        if records and model.training:
             self.sequences.check()
-        if self.optimizers or not torch.is_grad_enabled():
+        if self.optimizers or not records:
             return
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
         if waiting and any(model.training for model in self.models):
