@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SERVERS", "ServedOptimizer"]
 
 _MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
+_ZERO_GRAD = Optimizer.zero_grad
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 
 
@@ -117,8 +118,15 @@ class ServedOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and rows."""
+        optimizer = self.optimizer
+        plain = type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
         with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows watches its uses
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            if set_to_none and plain and not torch.autograd._profiler_enabled():  # the profiler shows torch's call
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            else:
+                optimizer.zero_grad(set_to_none=set_to_none)
         if self.trainer is not None:
             self.trainer.drop_gradients()
 

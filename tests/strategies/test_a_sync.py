@@ -129,6 +129,30 @@ def test_who_looks_at_steps_sees_those_that_are_taken_here() -> None:
     assert weight.tolist() == pytest.approx([0.6, 0.6])
 
 
+def test_gradients_are_cleared_as_the_optimizer_clears_them() -> None:
+    """With None or zeros; by the optimizer's own way where it has one; and the profiler shows it."""
+    weight, seen = nn.Parameter(torch.ones(2)), []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            seen.append(set_to_none)
+
+    inner = torch.optim.SGD([weight], 0.1)
+    served = ServedOptimizer(inner)
+    weight.grad = torch.ones(2)
+    served.zero_grad(set_to_none=False)
+    assert weight.grad.tolist() == [0, 0]
+    served.zero_grad()
+    assert weight.grad is None
+    with torch.profiler.profile() as profile:
+        served.zero_grad()
+    assert any(event.key == "Optimizer.zero_grad#SGD.zero_grad" for event in profile.key_averages())
+    ServedOptimizer(Own([weight], 0.1)).zero_grad()
+    inner.zero_grad = lambda set_to_none: seen.append("replaced")  # type: ignore[method-assign]
+    served.zero_grad()
+    assert seen == [True, "replaced"]
+
+
 def test_moments_of_a_local_run_are_refused_where_servers_keep_them() -> None:
     """D.3: loaded into the worker they would be ignored; hybrid workers step with them."""
     weight = nn.Parameter(torch.ones(2))
