@@ -70,7 +70,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
 
-    def step(self, closure: Closure = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means depends on the strategies that are on."""
         observer = self._observer
         if observer is not None:
