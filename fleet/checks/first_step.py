@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from fleet.checks.watches import ModelWatch, OptimizerWatch
 from fleet.checks.whereabouts import named, user_line
 from fleet.errors import ConfigError, RendezvousError
 from fleet.runtime.fleet_model import FleetModel, runs_inside
-from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES
 from fleet.strategies._shared.experts import is_expert
@@ -108,24 +107,27 @@ class TrainingChecks:
         if self._compares and model.training and (watch.loaded_at or not watch.is_compared):
             self._compare_model(watch)
 
-    @contextmanager
-    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> Iterator[None]:
-        """Checks a step of ``optimizer``, which runs inside the context; checks a closure's forwards after they ran."""
-        watch = self._optimizers.get(optimizer)
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        """Does a checked ``step`` of ``optimizer`` and returns its result; a closure's forwards are checked afterwards.
+
+        Where no model is watched, now or later, nobody reads what a step leaves behind.
+        """
+        watch = self._optimizers.get(optimizer) if self._models or self._session.collective else None
         for model in self._session.models:
             if model._redirected:
                 raise ConfigError(runs_inside(model.module, model._redirected, "optimizer.step()"))
-        if watch is not None and not has_closure:
+        if watch is not None and closure is None:
             self._check_step(watch)
         self._stepping += 1
         try:
-            yield
+            result = step(closure)
         finally:
             self._stepping -= 1
         if watch is not None:
-            if has_closure:
+            if closure is not None:
                 self._check_step(watch)
             watch.note_step()
+        return result
 
     def close(self) -> None:
         """Removes every hook."""

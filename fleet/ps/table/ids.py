@@ -147,13 +147,11 @@ def train_rows(
         raise ConfigError(f"gradients are {gradients.dtype} {gradients.shape}; they take float32 {len(places), dim}.")
     if touched.dtype != np.bool_ or touched.shape != (n,):
         raise ConfigError(f"touched is {touched.dtype} {touched.shape}; it takes bool ({n},).")
-    # A negative place is a large one here. The kernel indexes memory with these numbers.
-    if len(places) and int(np.maximum.reduce(places.view(np.uint64))) >= n:
+    held, rows = np.ascontiguousarray(places), np.ascontiguousarray(gradients)
+    if not load_kernels("id_kernels").train_rows(
+        _address(weight), n, dim, _address(held), len(held), _address(rows), learning_rate, _address(touched)
+    ):
         raise ConfigError(f"places range from {places.min()} to {places.max()}; there are {n} rows.")
-    places, gradients = np.ascontiguousarray(places), np.ascontiguousarray(gradients)
-    load_kernels("id_kernels").train_rows(
-        _address(weight), dim, _address(places), len(places), _address(gradients), learning_rate, _address(touched)
-    )
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:

@@ -75,8 +75,11 @@ class GeoRows:
     def take_deltas(self, num_workers: int) -> Gradient:
         """Returns what the server must add, and counts it as exchanged."""
         places = np.flatnonzero(self._touched)
-        delta = (self.local[places] - self.old[places]) / np.float32(num_workers)
-        self.old[places] += delta
+        delta, old = self.local.take(places, 0), self.old.take(places, 0)
+        delta -= old
+        delta /= np.float32(num_workers)
+        old += delta
+        self.old[places] = old
         self._touched[places] = False
         return Gradient(self._keys_at(places), delta)
 
@@ -205,6 +208,8 @@ class GeoCommunicator:
             return last[1]
         rows = self._rows[table_id]
         places = rows.find(keys)
+        if isinstance(rows, WholeGeoRows):
+            return places
         if len(places) and places.min() < 0:
             unknown = np.unique(keys[places < 0])
             rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])

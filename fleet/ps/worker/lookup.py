@@ -215,7 +215,7 @@ class RowLookup:
         found: list[Gradient] = []
         if self.whole is not None and self.whole.grad is not None:
             added, self.whole.grad = self.whole.grad, None
-            found.append(Gradient(added._indices()[0].numpy(), added._values().numpy(), distinct=False))
+            found.append(Gradient(added._indices().numpy()[0], added._values().numpy(), distinct=False))
         for leaf, gradient in self._ready:
             if leaf.grad is None:
                 continue

@@ -199,7 +199,9 @@ class AsyncSender:
         self._receive = receive
         self._additive = frozenset(additive)
         self._changed = threading.Condition()
-        self._queues: dict[int, GradientQueue] = {}
+        self._queues = {table: GradientQueue() for table in sorted(clients[0].tables)}
+        shares = [list(self._queues)[index :: config.thread_pool_size] for index in range(config.thread_pool_size)]
+        self._mine = [{table: self._queues[table] for table in share} for share in shares]  # by thread
         self._busy = [False] * config.thread_pool_size
         self._sent = 0  # gradients since parameters were received
         self._resting_until = [0.0] * config.thread_pool_size
@@ -239,9 +241,9 @@ class AsyncSender:
                 if self._count is None:
                     self._count = StepCount(put=step - 1, told=step - 1)
             for table_id, value in gradients.items():
-                if table_id not in self._clients[0].tables:
+                queue = self._queues.get(table_id)
+                if queue is None:
                     raise ConfigError(f"table {table_id!r} is not known to this worker.")
-                queue = self._queues.setdefault(table_id, GradientQueue())
                 while queue.waiting >= self.config.send_queue_size and not (self._failure or self._stopping):
                     self._changed.wait()
                 self._check()
@@ -265,7 +267,7 @@ class AsyncSender:
 
     def _rests(self) -> bool:
         now = time.monotonic()
-        return any(until > now and not self._full(self._mine(index)) for index, until in enumerate(self._resting_until))
+        return any(until > now and not self._full(self._mine[index]) for index, until in enumerate(self._resting_until))
 
     def _waits(self) -> bool:
         return any(self._queues.values()) or any(self._busy)
@@ -350,11 +352,6 @@ class AsyncSender:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _mine(self, index: int) -> dict[int, GradientQueue]:
-        count = self.config.thread_pool_size
-        order = {table: place for place, table in enumerate(sorted(self._clients[0].tables))}
-        return {table: queue for table, queue in self._queues.items() if order[table] % count == index}
-
     def _send_loop(self, index: int) -> None:
         client = self._clients[index]
         while True:
@@ -386,7 +383,7 @@ class AsyncSender:
                 self._changed.notify_all()
 
     def _has_work(self, index: int) -> bool:
-        return any(self._mine(index).values()) or (index == 0 and self._has_news())
+        return any(self._mine[index].values()) or (index == 0 and self._has_news())
 
     def _has_news(self) -> bool:
         """Returns whether steps are complete and the servers do not know it yet."""
@@ -418,15 +415,14 @@ class AsyncSender:
     def _collect(self, index: int, boundary: Mapping[int, int]) -> dict[int, list[Waiting]]:
         """Takes the gradients of one push per table; waits for more as the configuration says."""
         polls = 0
-        mine = self._mine(index)
+        mine = self._mine[index]
         merges = self.config.max_merge_var_num > 1
         while polls < self.config.send_wait_times and not (self._is_urgent() or self._full(mine)):
             wait_s = _POLL_S if merges else self._resting_until[index] - time.monotonic()
             if wait_s <= 0:
                 break
             before = sum(queue.waiting for queue in mine.values())
-            self._changed.wait_for(lambda: self._is_urgent() or self._full(self._mine(index)), wait_s)
-            mine = self._mine(index)
+            self._changed.wait_for(lambda: self._is_urgent() or self._full(mine), wait_s)
             arrived = sum(queue.waiting for queue in mine.values()) > before
             polls = 0 if arrived or not merges else polls + 1
         taken = {}

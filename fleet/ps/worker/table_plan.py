@@ -161,7 +161,7 @@ class TablePlan:
             return
         for number, planned in self.planned.items():
             group = optimizer.param_groups[number]
-            if all(group.get(name) == value for name, value in planned.items()):
+            if {name: group.get(name) for name in planned} == planned:
                 continue
             now = _hyper_parameters(GroupPlace(optimizer, number))
             for name in planned:

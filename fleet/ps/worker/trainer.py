@@ -454,7 +454,7 @@ class Trainer:
             taken = [module.lookup.take() for module in table.modules]
             taken += [m.take_other_gradient() for m in table.modules if isinstance(m, ServedEmbedding)]
             some = [gradient for gradient in taken if gradient is not None]
-            if some and table.group is not None:
+            if some and table.place is not None:
                 self.counts["pushed"] += sum(len(gradient.ids) for gradient in some)
                 keeps_shows = table.config.accessor is not None
                 found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)

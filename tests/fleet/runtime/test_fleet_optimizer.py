@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 import fleet
 from fleet.errors import ConfigError
 from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.whole_states import WholeStates
 from tests.helpers.workers import run_workers
@@ -27,8 +26,8 @@ class Observer:
         self.steps, self.models = 0, ()
         self.whole_states = WholeStates(Axes({}, 0), torch.device("cpu"))
 
-    def stepping(self, optimizer: FleetOptimizer, has_closure: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        return step(closure)
 
     def before_step(self) -> None:
         self.steps += 1

@@ -60,6 +60,48 @@ def test_a_pass_begins_once_and_grad_is_none() -> None:
     assert not passes.running
 
 
+def test_passes_that_nobody_waits_for_are_noticed() -> None:
+    """They are counted, also when a graph is passed twice, and their losses are differentiated."""
+    net = Net()
+    passes = passes_of(net)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = passes.forward(net, (x,), {}).first.sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert (passes.begun, [forward.differentiated for forward in forwards_behind(loss)]) == (0, [""])
+    for number in (1, 2):
+        loss.backward(retain_graph=True)
+        assert (passes.begun, [forward.differentiated for forward in forwards_behind(loss)]) == (number, ["user"])
+        assert not passes.running
+    seen: list[str] = []  # whoever begins to wait is told of the next pass
+    passes.starts.append(lambda: seen.append("start"))
+    loss.backward()
+    assert (passes.begun, seen, passes.running) == (3, ["start"], False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_the_script_on_an_output_run_beside_it(inside: bool) -> None:
+    """Whether the module has put them there or the loop; a handle removes its own alone."""
+    seen: list[str] = []
+
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.handle = y.register_hook(lambda gradient: seen.append("module")) if inside else None
+            return y
+
+    net = Hooked(2, 1)
+    passes = passes_of(net)
+    output = passes.forward(net, (torch.ones(1, 2),), {})
+    handle = output.register_hook(lambda gradient: seen.append("loop") or 2 * gradient)
+    output.retain_grad()
+    output.sum().backward(retain_graph=True)
+    assert (passes.begun, seen) == (1, ["module", "loop"] if inside else ["loop"])
+    assert output.grad.tolist() == [[2.0]]
+    handle.remove()
+    output.sum().backward()
+    assert (passes.begun, seen.count("loop"), net.bias.grad.item()) == (2, 1, 3.0)
+
+
 def test_a_pass_that_failed_does_not_last() -> None:
     """A hook that raises leaves a pass without an end; the next forward starts afresh."""
     net = Net()

@@ -108,9 +108,15 @@ def mean_of(sources, count, n, divisor, out):
 
 
 @kernel
-def train_rows(weight, dim, places, n, gradients, rate, touched):
-    """Does ``weight[place] -= rate * gradient`` for each place, in their order, and notes the places as touched."""
+def train_rows(weight, rows, dim, places, n, gradients, rate, touched):
+    """Does ``weight[place] -= rate * gradient`` for each place, in their order, and notes the places as touched.
+
+    Returns whether it did: not where one of them is none of the ``rows`` places.
+    """
     at, step, notes = words(places), f32(rate), octets(touched)
+    for i in range(n):
+        if not 0 <= at[i] < rows:
+            return False
     for i in range(n):
         if i + _AHEAD < n:
             prefetch(weight + 4 * at[i + _AHEAD] * dim)
@@ -119,3 +125,4 @@ def train_rows(weight, dim, places, n, gradients, rate, touched):
         for j in range(dim):
             target[j] -= step * source[j]
         notes[at[i]] = 1
+    return True
