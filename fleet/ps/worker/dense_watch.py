@@ -4,9 +4,9 @@ Their next values would undo such a write without a word, as in a loop that clip
 
 [Note: What shows a write]
 Torch counts the changes of a parameter, but none through ``.data``. So each step also looks at a few elements of each
-parameter, and the first steps and every 64th one compare all of them with what the servers gave. A script may take back
-what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next step,
-by more than rounding.
+parameter and, the first times that the servers' values arrived and every 64th time, at all of them. A script may take
+back what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next
+step, by more than rounding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fleet.ps.worker.dense_part import DensePart
 
 __all__ = ["DenseWatch"]
 
-_FIRST, _EVERY = 4, 64  # steps that compare all elements
-_PROBES = 8
+_FIRST, _EVERY = 4, 64  # values of the servers that are compared as a whole
+_PROBES = 4
 _ROUNDING = float(np.finfo(np.float32).eps)
 _INSTEAD = (
     "Change parameters before fleet.init_worker(), compute what forward uses from them (weight.clamp(-1, 1)), or leave "
@@ -67,17 +67,21 @@ class DenseWatch:
         """Ignores what is written before the next values from the servers: the script was warned."""
         self.is_excused = True
 
-    def check(self, ask: Callable[[], Mapping[int, Rows]]) -> None:
-        """Checks that the parameters are what the servers gave; ``ask`` returns that where it was not kept.
+    def check(self, ask: Callable[[], Mapping[int, Rows]], *, is_last: bool = True) -> None:
+        """Checks that the parameters are what the servers gave.
+
+        Args:
+            ask: returns what they gave where it was not kept.
+            is_last: the next values may arrive before another check; without it not all elements are compared.
 
         Raises:
-            ConfigError: the script has changed one, or its dtype.
+            ConfigError: the script has changed a parameter, or its dtype.
         """
         if self.is_excused or not self._parts:
             return
-        self._count += 1
+        self._count += is_last
         marks = self._read_marks()
-        if marks == self._marks and not (_compares(self._count) and self.values is not None):
+        if marks == self._marks and not (is_last and _compares(self._count) and self.values is not None):
             return
         values = ask() if self.values is None else self.values
         for part in self._parts:

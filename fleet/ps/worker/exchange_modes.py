@@ -68,8 +68,11 @@ class ServerExchange(Protocol):
             ConfigError: the mode does not allow rows that are a step old.
         """
 
-    def check(self) -> None:
-        """Raises ConfigError if the script has changed parameters that the servers hold."""
+    def check(self, is_step: bool = False) -> None:
+        """Raises ConfigError if the script has changed parameters that the servers hold.
+
+        Before a step (``is_step``) it looks less closely where this brings no new values.
+        """
 
     def excuse(self) -> None:
         """Lets pass what the script writes before the next values from the servers."""
@@ -112,7 +115,7 @@ class SyncExchange:
             self._receive({part.table_id: part.assign for part in plan.dense})
             plan.watch.note()
 
-    def check(self) -> None:
+    def check(self, is_step: bool = False) -> None:
         """Raises ConfigError if the script has changed dense parameters."""
         self.plan.watch.check(self._ask)
 
@@ -226,16 +229,28 @@ class _Mailbox:
         self._plan = plan
         self._lock = threading.Lock()
         self._ticket: Ticket | None = None
+        self._spare: Mapping[int, Rows] | None = (
+            None  # arrays for the next values; new memory costs as much as receiving
+        )
         self.reached = 0  # the parameters hold every worker's steps up to this one, where the servers count them
 
     def receive(self, client: Client, wait_for_others: bool = False) -> None:
         """Pulls the dense tables."""
         if self._plan.dense:
             wanted = dict.fromkeys((part.table_id for part in self._plan.dense), None)
-            ticket = client.pull(wanted, wait_for_others=wait_for_others)
+            with self._lock:
+                spare, self._spare = self._spare, None
+            ticket = client.pull(wanted, out=spare, wait_for_others=wait_for_others)
             client.wait(ticket)
             with self._lock:
+                if self._ticket is not None:
+                    self._spare = self._ticket.result
                 self._ticket = ticket
+
+    @property
+    def is_full(self) -> bool:
+        """Whether values have arrived."""
+        return self._ticket is not None
 
     def deliver(self, only_new: bool = False) -> None:
         """Copies what has arrived into the parameters; with ``only_new`` unless they have the same values already."""
@@ -246,12 +261,14 @@ class _Mailbox:
             return
         self.reached = ticket.reached or 0
         values, watch = ticket.result, self._plan.watch
-        kept = watch.values if only_new and not watch.is_excused else None
-        if kept is not None and all(np.array_equal(kept[key], values[key]) for key in values):
+        kept = watch.values or {}
+        if only_new and kept and not watch.is_excused and all(np.array_equal(kept[key], values[key]) for key in kept):
             return
         for part in self._plan.dense:
             part.assign(values[part.table_id])
         watch.note(values)
+        with self._lock:
+            self._spare = kept
 
 
 class _ServersOwn:
@@ -261,6 +278,8 @@ class _ServersOwn:
     gradients of every worker's steps up to t - bound.
     """
 
+    _receives_here = False  # values arrive in the step itself
+
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client = client
         self._plan = plan
@@ -269,9 +288,10 @@ class _ServersOwn:
         self._bound = client.staleness
         self.flushes = 0  # a load or a shrink comes after one, and changes more than training does
 
-    def check(self) -> None:
+    def check(self, is_step: bool = False) -> None:
         """Raises ConfigError if the script has changed dense parameters."""
-        self._plan.watch.check(dict)  # all values were kept
+        # All values were kept, so there is nothing to ask.
+        self._plan.watch.check(dict, is_last=not is_step or self._receives_here or self._mailbox.is_full)
 
     def excuse(self) -> None:
         """Lets pass what the script writes before the next values from the servers."""
@@ -319,6 +339,7 @@ class HalfAsyncExchange(_ServersOwn):
     """Pushes the sum of the gradients of ``num_batches`` batches."""
 
     reads_grad = False
+    _receives_here = True
 
     def __init__(self, client: Client, plan: TablePlan, num_batches: int) -> None:
         super().__init__(client, plan)
@@ -460,7 +481,7 @@ class GeoExchange:
     def ahead(self, table_id: int, keys: Keys) -> None:
         """Does nothing: the rows are here."""
 
-    def check(self) -> None:
+    def check(self, is_step: bool = False) -> None:
         """Does nothing: what a script writes is part of the difference that this worker sends."""
 
     excuse = meeting = met = check

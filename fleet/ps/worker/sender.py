@@ -84,10 +84,23 @@ class Waiting:
 class GradientQueue(deque[Waiting]):
     """The gradients of one table that wait."""
 
-    @property
-    def waiting(self) -> int:
-        """How many gradients wait, counting each one of a sum."""
-        return sum(item.count for item in self)
+    waiting = 0  # how many, counting each one of a sum
+
+    def add(self, item: Waiting) -> None:
+        """Appends ``item``."""
+        self.append(item)
+        self.waiting += 1
+
+    def add_to_last(self, step: int) -> None:
+        """Counts one more gradient in the last item, which is a sum and keeps its first step."""
+        self[-1].step = step
+        self[-1].count += 1
+        self.waiting += 1
+
+    def take(self) -> Waiting:
+        """Removes and returns the first item."""
+        self.waiting -= self[0].count
+        return self.popleft()
 
 
 @dataclass
@@ -258,7 +271,7 @@ class AsyncSender:
         Raises:
             PSError: a server is lost.
         """
-        if self.config.max_merge_var_num > 1:
+        if self.config.max_merge_var_num > 1 or (self._failure is None and self._rests()):
             return
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._stopping or not self._waits() or self._rests())
@@ -288,13 +301,12 @@ class AsyncSender:
 
     def _append(self, table_id: int, queue: GradientQueue, value: Gradient | Rows | LateGradient, step: int) -> None:
         if isinstance(value, Gradient | np.ndarray):
-            queue.append(Waiting(step, value))
+            queue.add(Waiting(step, value))
         elif queue and self._takes_more(table_id, queue[-1]):
-            value.add_gradients(queue[-1].value)  # the sum keeps its first step
-            queue[-1].step = step
-            queue[-1].count = queue[-1].count + 1
+            value.add_gradients(queue[-1].value)
+            queue.add_to_last(step)
         elif (found := value.gradients()) is not None:
-            queue.append(Waiting(step, found))
+            queue.add(Waiting(step, found))
         if queue.waiting == 1 or queue.waiting >= self._limit(table_id):  # a sender waits for either
             self._changed.notify_all()
 
@@ -331,7 +343,8 @@ class AsyncSender:
             self._failure = self._failure or PSError("this sender has been stopped.")
             self._stopping = True
             for queue in self._queues.values():
-                queue.clear()
+                while queue:
+                    queue.take()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -431,7 +444,7 @@ class AsyncSender:
             items: list[Waiting] = []
             while queue and queue[0].count <= room and (not items or queue[0].step > boundary.get(table, 0)):
                 room -= queue[0].count
-                items.append(queue.popleft())
+                items.append(queue.take())
                 if items[0].step <= boundary.get(table, 0):
                     break  # a server may have had this step before a restart and must recognise it
             if items:
@@ -457,13 +470,15 @@ class AsyncSender:
 
     def _takes_more(self, table_id: int, last: Waiting) -> bool:
         """Returns whether another gradient may be added to the last waiting one."""
-        return last.count < self._limit(table_id) and last.step > self._boundary(self._clients[0]).get(table_id, 0)
+        if last.count >= self._limit(table_id):
+            return False
+        return last.count > 1 or last.step > self._boundary(self._clients[0]).get(table_id, 0)
 
     def _full(self, queues: Mapping[int, GradientQueue]) -> bool:
         """Returns whether a push is full; tables whose gradients leave one by one decide, if there are any."""
-        waiting = {table: queue.waiting for table, queue in queues.items() if queue}
-        strict = {table: count for table, count in waiting.items() if self._limit(table) == 1}
-        return all(count >= self._limit(table) for table, count in (strict or waiting).items())
+        waiting = [(self._limit(table), queue.waiting) for table, queue in queues.items() if queue]
+        strict = [pair for pair in waiting if pair[0] == 1]
+        return all(count >= limit for limit, count in strict or waiting)
 
     @staticmethod
     def _boundary(client: Client) -> dict[int, int]:

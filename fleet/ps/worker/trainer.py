@@ -185,7 +185,7 @@ class Trainer:
             PSError: a server is lost for longer than the deadline.
         """
         exchange = self._running()
-        exchange.check()
+        exchange.check(is_step=True)
         gradients = self._gradients(dense=self.config.check_finite or not exchange.reads_grad)
         if self.config.check_finite:
             self._check_finite(gradients)
