@@ -21,6 +21,7 @@ from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, Values, top_level
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.optimizer_wrapper import users_step_hooks
+from fleet.strategies._shared.renormalized import check_renormalized
 from fleet.strategies._shared.served_optimizer import ServedOptimizer
 
 if TYPE_CHECKING:
@@ -257,6 +258,10 @@ class ASync(JobKind):
         from fleet.ps.worker.served_embedding import check_embeddings, has_rows
 
         check_embeddings(model)
+        if not (self.hybrid or self.mode == "geo"):
+            check_renormalized(model, "the parameter servers hold the weight, and their next values would undo it")
+        elif self.session.world_size > 1:
+            check_renormalized(model, "the others do not see it, so the workers would train different weights")
         if scales_gradients(self.session.options, self.session.device.type) and has_rows(model):
             raise UnsupportedOptionError(
                 "amp computes in float16 here and scales the backward signal; it unscales the gradients of parameters, "

@@ -160,6 +160,10 @@ class Masks:
         for weight, dropped in self._dropped.items():
             local_part(weight).masked_fill_(dropped, 0.0)
 
+    def of(self, weight: Tensor) -> Tensor | None:
+        """Returns the mask of ``weight``, True where it is kept at zero; ``None`` without one."""
+        return self._dropped.get(weight)
+
     def save(self) -> dict[str, Tensor]:
         """Returns a copy of each mask by name, True where the weight is zero."""
         return {name: self._dropped[w].clone() for name, w in self._weights.items() if w in self._dropped}

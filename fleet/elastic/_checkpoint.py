@@ -176,9 +176,18 @@ class Checkpoint:
         divided layers: on the same mesh). Call it before or after ``distributed_model``, at the same point on every
         worker.
 
+        With parameter servers call it before ``fleet.init_worker()``, after which they hold what is trained.
+
         Raises:
             CheckpointError: the checkpoint does not match the model, the optimizer or the data.
+            ConfigError: this worker trains with parameter servers already.
         """
+        job = self._session.server_job
+        if job is not None and job.is_training():
+            raise ConfigError(
+                "Checkpoint.resume() was called after fleet.init_worker(): the parameter servers hold what is trained, "
+                "and the worker goes on where they are. Call resume() before fleet.init_worker()."
+            )
         self._session.beat(pause=True)
         self._session.meet("Checkpoint.resume()")
         self._raise_on_all(self._background.finish())

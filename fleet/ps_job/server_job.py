@@ -53,6 +53,7 @@ from fleet.ps_job.server_settings import (
 )
 from fleet.ps_job.user_secret import read_user_secret
 from fleet.strategies.a_sync import ASync, check_hooks, publication_of
+from fleet.strategies.asp import Asp
 
 if TYPE_CHECKING:
     from fleet.runtime.session import Session
@@ -154,9 +155,13 @@ class ServerJob:
             self._stop_metrics()
             self._stop_embedded()
 
+    def is_training(self) -> bool:
+        """Returns whether this worker is connected: between ``init_worker`` and ``stop_worker``."""
+        return self.trainer is not None and not self.trainer.stopped
+
     def meet_at_server(self) -> bool:
         """Waits for the other workers at a server; returns False where no server is connected yet."""
-        if self.trainer is None or self.trainer.stopped:
+        if self.trainer is None or not self.is_training():
             return False
         self.trainer.meet("fleet.worker")
         return True
@@ -191,7 +196,7 @@ class ServerJob:
             geo=strategy.mode == "geo",
             adam_d2sum=options["adam_d2sum"],
             dense_here=strategy.hybrid,
-            masked=bool(options["asp"]),
+            mask_of=next((s.masks.of for s in session.strategies if isinstance(s, Asp)), None),
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
         plan.ids_of(list(tables), "sparse_table_configs")  # settings of a table that does not exist are a mistake

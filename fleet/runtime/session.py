@@ -41,6 +41,7 @@ from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
+from fleet.strategies._shared.renormalized import check_renormalized
 from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
@@ -221,6 +222,11 @@ class Session:
 
         Raises ConfigError when the new options cannot run, or when a model was already changed in place.
         """
+        if self.server_job is not None and self.server_job.is_training():
+            raise ConfigError(
+                "distributed_optimizer(strategy=...) was called after fleet.init_worker(): the job trains already, and "
+                "one with parameter servers has one optimizer. Put all parameters into its groups."
+            )
         options = copy.deepcopy(options)
         if self.roll_call is not None:
             check_options(self.roll_call, "fleet.distributed_optimizer()", options)
@@ -297,6 +303,8 @@ class Session:
         share_experts(module, self.axes)
         for strategy in self.strategies:
             strategy.check_model(module)
+        if self.collective and self.world_size > 1:
+            check_renormalized(module, "the others do not see it, so the workers would train different weights")
         if self.roll_call is not None:
             check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
         module = self._cut(module, loss_fn)

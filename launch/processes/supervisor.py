@@ -288,7 +288,16 @@ class Supervisor:
     def _not_replaced(self, group: ProcessGroup, failures: list[ProcessExit]) -> list[ProcessExit]:
         """Starts failed processes again in their places, as long as replacements are left; returns the others."""
         left = []
+        servers = [process.ended for process in group.processes if process.spec.role == "server"]
+        have_ended = bool(servers) and all(ended is not None and not ended.exit_code for ended in servers)
         for ended in failures:
+            if ended.spec.role == "worker" and have_ended:
+                self._log.error(
+                    f"worker {ended.spec.index} ended with code {ended.exit_code} after the parameter servers, which "
+                    "had no worker left to wait for: it is not started again"
+                )
+                left.append(ended)
+                continue
             if not self._replacements:
                 if _has_mate(ended.spec, [process.spec for process in group.running("server")]):
                     self._log.warning(

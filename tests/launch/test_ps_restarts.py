@@ -135,3 +135,22 @@ def test_on_two_nodes_too(tmp_path: Path, meet: str) -> None:
             assert job.log().count("TRAINER starts") == (2 if "worker 0 ended" in job.stderr else 1), index
             assert "The workers of this node were stopped" not in job.stderr
         assert sum("worker 0 ended with code 3 and is started again" in job.stderr for job in jobs) == 1
+
+
+AFTER_SERVERS = """
+import os, sys, time
+if os.environ["TRAINING_ROLE"] == "PSERVER":
+    time.sleep(0.5)
+    sys.exit(0)
+if os.environ["PADDLE_TRAINER_ID"] == "1":
+    time.sleep(1.5)
+    sys.exit(7)
+"""
+
+
+def test_a_worker_that_fails_after_the_servers_have_ended_is_not_started_again(tmp_path: Path) -> None:
+    """It would wait for them: it was frozen for longer than its lease, and the others have finished without it."""
+    with Launcher(tmp_path, AFTER_SERVERS, "--server_num=1", "--worker_num=2", "--max_restart=3") as job:
+        assert job.wait() == 7, job.stderr
+        assert "worker 1 ended with code 7 after the parameter servers" in job.stderr
+        assert "is started again" not in job.stderr

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Rows
 from fleet.ps.worker.dense_part import DensePart
 
-__all__ = ["DenseWatch"]
+__all__ = ["DenseWatch", "MaskOf"]
+
+MaskOf = Callable[[Tensor], Tensor | None]
 
 _FIRST, _EVERY = 4, 64  # values of the servers that are compared as a whole
 _PROBES = 4
@@ -38,18 +40,18 @@ class DenseWatch:
 
     Args:
         parts: the tables.
-        masked: asp sets elements to zero after each update; zeros are then no writes of the script.
+        mask_of: returns which elements of a parameter something else keeps at zero, as asp does; ``None`` for none.
 
     Attributes:
         is_excused: what is written before the next values from the servers passes.
         values: what the servers gave last, by table, float32 [size]; ``None`` where it was not kept.
     """
 
-    def __init__(self, parts: Sequence[DensePart], *, masked: bool) -> None:
+    def __init__(self, parts: Sequence[DensePart], mask_of: MaskOf | None = None) -> None:
         self.values: Mapping[int, Rows] | None = None
         self._parts = parts
         self._parameters = [p for part in parts for p in part.parameters]
-        self._masked = masked
+        self._mask_of = mask_of
         self._probes: list[tuple[int, Any]] = [(0, None)] * len(self._parameters)
         self._marks: list[Any] = []
         self._count = 0
@@ -98,17 +100,18 @@ class DenseWatch:
         start = 0
         for number, parameter in enumerate(part.parameters):
             place = slice(start, start + parameter.numel())
-            self._compare_one(part.name_of(number), own[place], given[place])
+            mask = None if self._mask_of is None else self._mask_of(parameter)
+            self._compare_one(part.name_of(number), own[place], given[place], mask)
             start = place.stop
 
-    def _compare_one(self, name: str, own: Rows, given: Rows) -> None:
+    def _compare_one(self, name: str, own: Rows, given: Rows, mask: Tensor | None) -> None:
         # Adding and subtracting a number, as sharpness-aware training does, leaves a rounding error.
         allowed = _ROUNDING * np.abs(given).max(initial=0.0, where=np.isfinite(given))
         with np.errstate(invalid="ignore"):  # of infinities
             is_near = np.abs(own - given) <= allowed
         differs = ~is_near & (own.view(np.uint32) != given.view(np.uint32))
-        if self._masked:
-            differs &= own != 0
+        if mask is not None:
+            differs &= (own != 0) | ~mask.numpy(force=True).reshape(-1)
         if differs.any():
             first = int(differs.argmax())
             raise _refusal(name, f"element {first} is {own[first]:.6g}, and the servers have {given[first]:.6g}")

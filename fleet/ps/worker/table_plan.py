@@ -16,7 +16,7 @@ from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import LEARNING_RATE, Rule
 from fleet.ps.worker.dense_part import DensePart, GroupPlace
-from fleet.ps.worker.dense_watch import DenseWatch
+from fleet.ps.worker.dense_watch import DenseWatch, MaskOf
 from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.optimizer_rules import rule_of_group
 from fleet.ps.worker.served_embedding import ServedEmbedding
@@ -69,21 +69,21 @@ class SparsePart:
 class TablePlan:
     """Every table of a job; ids count sparse tables first, both in the order of model and groups.
 
-    ``masked``: this worker zeroes elements of its parameters after each update, as asp does.
+    ``mask_of`` returns which elements of a parameter this worker keeps at zero, as asp does; ``None`` for none.
     """
 
     sparse: list[SparsePart] = field(default_factory=list)
     dense: list[DensePart] = field(default_factory=list)
     optimizer: Optimizer | None = None
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
-    masked: bool = False
+    mask_of: MaskOf | None = None
     _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
     @cached_property
     def watch(self) -> DenseWatch:
         """Notices what a script writes into the dense parameters."""
-        return DenseWatch(self.dense, masked=self.masked)
+        return DenseWatch(self.dense, self.mask_of)
 
     def check_trained(self) -> None:
         """Checks that every gradient has a table, and that the tables' rules are still those of the groups.
@@ -194,7 +194,7 @@ def plan_tables(
     geo: bool = False,
     adam_d2sum: bool = False,
     dense_here: bool = False,
-    masked: bool = False,
+    mask_of: MaskOf | None = None,
     configure: Configure = lambda config: config,
 ) -> TablePlan:
     """Returns the tables for the modules and parameters that ``optimizer`` trains.
@@ -205,7 +205,7 @@ def plan_tables(
         geo: servers add differences, whatever the optimizer.
         adam_d2sum: dense tables use the rule of that name instead of Adam.
         dense_here: workers train the dense parameters, by any optimizer, and the servers have copies (hybrid).
-        masked: see :class:`TablePlan`.
+        mask_of: see :class:`TablePlan`.
         configure: final changes to a sparse table, for ``sparse_table_configs``.
 
     Raises:
@@ -216,7 +216,7 @@ def plan_tables(
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    plan = TablePlan(optimizer=optimizer, masked=masked)
+    plan = TablePlan(optimizer=optimizer, mask_of=mask_of)
     models = list(models)
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     stands_for_rows = set()

@@ -332,6 +332,7 @@ class Trainer:
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
         """Makes the servers load a save, once every worker is here; all continue with what was loaded."""
         client = self.client
+        self.excuse_writes()  # they are replaced
         self._do_together(f"load {dirname} {tables}", lambda key: client.load(dirname, tables=tables, key=key))
         self._take_parameters(client)
         self._restart_exchange()

@@ -349,10 +349,10 @@ if fleet.is_server():
     fleet.init_server()
     fleet.run_server()
 else:
-    fleet.init_worker()
     dataset = fleet.ParquetDataset(sys.argv[1], columns=["id"], batch_size=2, shuffle_seed=0)
     checkpoint = fleet.elastic.Checkpoint("saves", model, optimizer, data=dataset, every=4)
     checkpoint.resume()
+    fleet.init_worker()
     for batch in dataset:
         (-model(batch["id"])).sum().backward()
         optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +51,9 @@ def strategy_of(mode: str, **options: Any) -> fleet.DistributedStrategy:
 class Job:
     """A worker with its server inside."""
 
-    def __init__(self, mode: str, **options: Any) -> None:
-        self.own = Fleet()
-        made = strategy_of(mode, **options)
+    def __init__(self, mode: str, own: Fleet | None = None, **options: Any) -> None:
+        self.own = own or Fleet()
+        self.strategy = made = strategy_of(mode, **options)
         self.own.init(strategy=made, log_level="ERROR")
         self.net = Net()
         self.plain = torch.optim.SGD(self.net.parameters(), 0.001)
@@ -222,8 +223,16 @@ def test_workers_that_train_the_parameters_may_write_them(mode: str) -> None:
     made.end()
 
 
+WRITES_BESIDE_MASKS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "kept weights": ("1.weight", lambda net: net[1].weight.data.add_(1)),
+    "all of a weight": ("1.weight", lambda net: net[1].weight.data.zero_()),
+    "a layer without masks": ("2.bias", lambda net: net[2].bias.data.zero_()),
+}
+
+
+@pytest.mark.parametrize(("name", "write"), WRITES_BESIDE_MASKS.values(), ids=WRITES_BESIDE_MASKS)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_asp_masks_are_no_writes(mode: str) -> None:
+def test_asp_masks_are_no_writes(mode: str, name: str, write: Callable[[nn.Module], Any]) -> None:
     own = Fleet()
     made = strategy_of(mode, asp=True)
     own.init(strategy=made, log_level="ERROR")
@@ -237,10 +246,42 @@ def test_asp_masks_are_no_writes(mode: str) -> None:
         model(torch.ones(2, 16)).square().sum().backward()
         optimizer.step()
     assert (net[1].weight == 0).sum() == 512
-    net[1].weight.data.add_(1)
-    with pytest.raises(ConfigError, match=r"'1.weight' was changed"):
+    write(net)
+    with pytest.raises(ConfigError, match=f"'{name}' was changed"):
         own.barrier_worker()
     own.session.close()
+
+
+def test_a_load_replaces_what_was_written(job: Job, tmp_path: Path) -> None:
+    job.step()
+    job.own.save_persistables(str(tmp_path))
+    saved = job.net.out.weight.detach().clone()
+    job.step()
+    job.net.out.weight.data.zero_()
+    job.own.load_model(str(tmp_path))
+    assert torch.equal(job.net.out.weight, saved)
+    job.step()
+    job.end()
+
+
+def test_a_second_optimizer_that_is_refused_leaves_the_first_one_training(job: Job) -> None:
+    for options in ((), (job.strategy,)):
+        with pytest.raises(ConfigError, match="one optimizer|called twice"):
+            job.own.distributed_optimizer(torch.optim.SGD(job.net.out.parameters(), 0.1), *options)
+    job.step()
+    job.end()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+def test_a_checkpoint_is_resumed_before_the_worker_starts(mode: str, tmp_path: Path) -> None:
+    """Afterwards the servers hold what is trained, and a worker that waits for the others would wait for itself."""
+    job = Job(mode, fleet.fleet)
+    job.step()
+    checkpoint = fleet.elastic.Checkpoint(tmp_path, job.model, job.optimizer)
+    with pytest.raises(ConfigError, match=r"resume\(\) before fleet.init_worker\(\)"):
+        checkpoint.resume()
+    job.step()
+    job.end()
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
