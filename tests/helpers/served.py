@@ -15,7 +15,7 @@ import fleet
 from fleet.facade import Fleet
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-__all__ = ["RowSum", "WideAndDeep", "batches", "run_job", "train"]
+__all__ = ["RowSum", "WideAndDeep", "batches", "run_job", "strategy_of", "train"]
 
 WIDE = ("uniform", -0.5, 0.5)
 
@@ -46,6 +46,21 @@ class RowSum(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns one number per sample."""
         return self.out(self.emb(ids).sum(1))
+
+
+def strategy_of(mode: str, num_workers: int = 1, k_steps: int = 2, **options: Any) -> fleet.DistributedStrategy:
+    """Returns the strategy of a mode: sync, half_async, async, geo, or hybrid (with rows as in sync)."""
+    if mode == "half_async":
+        return fleet.StrategyFactory.create_half_async_strategy()
+    made = fleet.DistributedStrategy()
+    made.a_sync = mode not in ("sync", "hybrid")
+    if mode == "geo":
+        made.a_sync_configs = {"k_steps": k_steps}
+    if mode == "hybrid":
+        made.hybrid_configs = {"dp_degree": num_workers}
+    for name, value in options.items():
+        setattr(made, name, value)
+    return made
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

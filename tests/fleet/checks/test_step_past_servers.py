@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import fleet
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
-from tests.helpers.served import run_job
+from tests.helpers.served import run_job, strategy_of
 
 
 class Net(nn.Module):
@@ -24,16 +23,6 @@ class Net(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.out(self.emb(ids))
-
-
-def strategy_of(mode: str) -> fleet.DistributedStrategy:
-    made = fleet.DistributedStrategy()
-    made.a_sync = mode not in ("sync", "hybrid")
-    if mode == "geo":
-        made.a_sync_configs = {"k_steps": 2}
-    if mode == "hybrid":
-        made.hybrid_configs = {"dp_degree": 1}
-    return made
 
 
 def start(own: Fleet, mode: str, net: Net, parameters: Any) -> tuple[Any, Any, Any]:

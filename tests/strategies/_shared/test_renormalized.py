@@ -11,7 +11,7 @@ from torch import nn
 import fleet
 from fleet.errors import UnsupportedOptionError
 from fleet.facade import Fleet
-from tests.helpers.served import run_job
+from tests.helpers.served import run_job, strategy_of
 from tests.helpers.workers import run_workers
 
 REFUSED = r"'0' has max_norm=1.0.*rows \* \(max_norm / rows.norm"
@@ -20,16 +20,6 @@ REFUSED = r"'0' has max_norm=1.0.*rows \* \(max_norm / rows.norm"
 def new_net(kind: Any = nn.Embedding) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(kind(5, 3, max_norm=1.0), nn.Linear(3, 1))
-
-
-def strategy_of(mode: str, num_workers: int = 1) -> fleet.DistributedStrategy:
-    made = fleet.DistributedStrategy()
-    made.a_sync = mode not in ("sync", "hybrid")
-    if mode == "geo":
-        made.a_sync_configs = {"k_steps": 2}
-    if mode == "hybrid":
-        made.hybrid_configs = {"dp_degree": num_workers}
-    return made
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import fleet
 from fleet.errors import ConfigError, OptionWarning
 from fleet.facade import Fleet
-from tests.helpers.served import run_job
+from tests.helpers.served import run_job, strategy_of
 
 SERVED = ("sync", "half_async", "async")  # modes in which the servers hold the dense parameters
 _SEEDING = threading.Lock()
@@ -36,24 +36,12 @@ class Net(nn.Module):
         return self.out(self.hidden(self.emb(ids)))
 
 
-def strategy_of(mode: str, **options: Any) -> fleet.DistributedStrategy:
-    if mode == "half_async":
-        return fleet.StrategyFactory.create_half_async_strategy()
-    made = fleet.DistributedStrategy()
-    made.a_sync = mode not in ("sync", "hybrid")
-    if mode == "geo":
-        made.a_sync_configs = {"k_steps": 1}
-    for name, value in options.items():
-        setattr(made, name, value)
-    return made
-
-
 class Job:
     """A worker with its server inside."""
 
     def __init__(self, mode: str, own: Fleet | None = None, **options: Any) -> None:
         self.own = own or Fleet()
-        self.strategy = made = strategy_of(mode, **options)
+        self.strategy = made = strategy_of(mode, k_steps=1, **options)
         self.own.init(strategy=made, log_level="ERROR")
         self.net = Net()
         self.plain = torch.optim.SGD(self.net.parameters(), 0.001)
@@ -208,8 +196,7 @@ def test_stop_worker_says_what_it_replaces(job: Job) -> None:
 @pytest.mark.parametrize("mode", ["geo", "hybrid"])
 def test_workers_that_train_the_parameters_may_write_them(mode: str) -> None:
     """As a loop of plain torch that clips its weights."""
-    options = {"hybrid_configs": {"dp_degree": 1}} if mode == "hybrid" else {}
-    made, net = Job(mode, **options), Net()
+    made, net = Job(mode), Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.001)
     for _ in range(5):
         made.step()

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import fleet
 from fleet.errors import ConfigError, OptionWarning
 from fleet.facade import Fleet
+from tests.helpers.served import strategy_of
 
 MODES = ("sync", "half_async", "async", "geo", "hybrid")
 ROWS = 10
@@ -38,25 +39,13 @@ class Net(nn.Module):
         return self.out(self.emb(ids) + self.ads(ids))
 
 
-def strategy_of(mode: str) -> fleet.DistributedStrategy:
-    if mode == "half_async":
-        return fleet.StrategyFactory.create_half_async_strategy()
-    made = fleet.DistributedStrategy()
-    made.a_sync = mode not in ("sync", "hybrid")
-    if mode == "geo":
-        made.a_sync_configs = {"k_steps": 100}
-    if mode == "hybrid":
-        made.hybrid_configs = {"dp_degree": 1}
-    return made
-
-
 class Job:
     """A worker with its server inside; ``net`` is the script's module, ``model`` the wrapped one."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.own = Fleet()
-        made = strategy_of(mode)
+        made = strategy_of(mode, k_steps=100)
         self.own.init(strategy=made, log_level="ERROR")
         torch.manual_seed(0)
         self.net = Net()
