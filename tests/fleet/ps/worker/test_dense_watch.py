@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fleet
-from fleet.errors import ConfigError, OptionWarning
+from fleet.errors import ConfigError, OptionWarning, PSError
 from fleet.facade import Fleet
+from fleet.ps.client.client import Client
 from tests.helpers.served import run_job, strategy_of
 
 SERVED = ("sync", "half_async", "async")  # modes in which the servers hold the dense parameters
@@ -267,6 +268,26 @@ def test_a_checkpoint_is_resumed_before_the_worker_starts(mode: str, tmp_path: P
     checkpoint = fleet.elastic.Checkpoint(tmp_path, job.model, job.optimizer)
     with pytest.raises(ConfigError, match=r"resume\(\) before fleet.init_worker\(\)"):
         checkpoint.resume()
+    job.step()
+    job.end()
+
+
+def test_a_step_that_failed_half_way_is_no_write_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server's values have been taken when another one is lost; the script catches the error and goes on."""
+    job = Job("sync")
+    for _ in range(6):
+        job.step()
+    wait, before = Client.wait, job.net.out.weight.detach().clone()
+
+    def lose(client: Client, ticket: Any) -> Any:
+        wait(client, ticket)
+        job.net.out.weight.data.copy_(before)  # as if its part had not come
+        raise PSError("a server is lost")
+
+    monkeypatch.setattr(Client, "wait", lose)
+    with pytest.raises(PSError, match="lost"):
+        job.step()
+    monkeypatch.undo()
     job.step()
     job.end()
 
