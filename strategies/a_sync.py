@@ -20,9 +20,8 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, Values, top_level
 from fleet.strategies._shared.casts import scales_gradients
-from fleet.strategies._shared.optimizer_wrapper import users_step_hooks
 from fleet.strategies._shared.renormalized import check_renormalized
-from fleet.strategies._shared.served_optimizer import ServedOptimizer
+from fleet.strategies._shared.served_optimizer import ServedOptimizer, check_hooks
 
 if TYPE_CHECKING:
     from fleet.ps.publishing.publication import Publication
@@ -289,15 +288,6 @@ class ASync(JobKind):
         """Disconnects; the servers wait for this worker to come back unless it has left the job."""
         if self.served is not None and self.served.trainer is not None:
             self.served.trainer.abandon()
-
-
-def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
-    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
-    if trains_rows and users_step_hooks(optimizer):
-        raise UnsupportedOptionError(
-            "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
-            "and the gradients of rows on the servers would be missed. Remove it, or use nn.Embedding(sparse=False)."
-        )
 
 
 def _rows_among(parameters: Iterable[nn.Parameter]) -> bool:

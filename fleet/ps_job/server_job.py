@@ -52,7 +52,8 @@ from fleet.ps_job.server_settings import (
     thread_note,
 )
 from fleet.ps_job.user_secret import read_user_secret
-from fleet.strategies.a_sync import ASync, check_hooks, publication_of
+from fleet.strategies._shared.served_optimizer import check_hooks
+from fleet.strategies.a_sync import ASync, publication_of
 from fleet.strategies.asp import Asp
 
 if TYPE_CHECKING:

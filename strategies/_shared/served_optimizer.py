@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,17 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, users_step_hooks
 
 if TYPE_CHECKING:
     from fleet.ps.worker.trainer import Trainer
 
-__all__ = ["SERVERS", "ServedOptimizer"]
+__all__ = ["SERVERS", "ServedOptimizer", "check_hooks"]
 
 _MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
 _ZERO_GRAD = Optimizer.zero_grad
 _OWN_CHECKS = "fleet.checks.first_step"  # which look at steps outside of a session's own
+_KNOWN_STEP: list[Any] = [None]  # of torch.optim.SGD, that was looked at
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 
 
@@ -55,6 +57,7 @@ class ServedOptimizer(OptimizerWrapper):
                 "optimizer.step(): the parameter servers update, and they are not connected. Call fleet.init_worker() "
                 "before training."
             )
+        check_hooks(self.optimizer, self._trains_rows())  # they may have been added since
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -180,10 +183,19 @@ class ServedOptimizer(OptimizerWrapper):
 
     def _run_hooks(self, kind: str) -> None:
         for hook in list(getattr(self.optimizer, kind).values()):
-            hook(self.optimizer, (), {})
+            hook(self.optimizer, (self.optimizer,), {})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "trainer": None}
+
+
+def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
+    """Raises UnsupportedOptionError for hooks that would see the dense half of the gradients only."""
+    if trains_rows and users_step_hooks(optimizer):
+        raise UnsupportedOptionError(
+            "distributed_optimizer(): the optimizer changes gradients before its step (grad_clip, L1Decay or a hook), "
+            "and the gradients of rows on the servers would be missed. Remove it, or use nn.Embedding(sparse=False)."
+        )
 
 
 def _is_plain_sgd(optimizer: Any) -> bool:
@@ -195,7 +207,20 @@ def _is_plain_sgd(optimizer: Any) -> bool:
     return (
         type(optimizer) is torch.optim.SGD
         and "step" not in vars(optimizer)  # of a scheduler, or of the script
+        and _is_torchs(torch.optim.SGD.step)
         and all(hook.__module__ == _OWN_CHECKS for hook in global_hooks)
         and not torch.autograd._profiler_enabled()
         and all(type(group["lr"]) is float and not any(_MORE(group)) for group in optimizer.param_groups)
     )
+
+
+def _is_torchs(step: Any) -> bool:
+    """Returns whether ``step`` of SGD is torch's own, which torch wraps when the first optimizer is made."""
+    if _KNOWN_STEP[-1] is not step:
+        inner, files = step, (inspect.getfile(torch.optim.SGD), torch_optimizer.__file__)
+        while inner is not None:
+            if getattr(getattr(inner, "__code__", None), "co_filename", None) not in files:
+                return False
+            inner = getattr(inner, "__wrapped__", None)
+        _KNOWN_STEP[-1] = step
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.plan = SimpleNamespace(sparse=[])
         self.state: dict[str, Any] = {"step": 5}
 
     def __getattr__(self, name: str) -> Any:
@@ -127,6 +129,25 @@ def test_who_looks_at_steps_sees_those_that_are_taken_here() -> None:
     served.train_here()
     assert seen == ["hook", "Optimizer.step#SGD.step", "replaced"]
     assert weight.tolist() == pytest.approx([0.6, 0.6])
+
+
+@pytest.mark.parametrize("keeps_name", [False, True])
+def test_a_step_that_is_replaced_on_the_class_is_taken(monkeypatch: pytest.MonkeyPatch, keeps_name: bool) -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), []
+    served, own = ServedOptimizer(torch.optim.SGD([weight], 0.1)), torch.optim.SGD.step
+    weight.grad = torch.ones(2)
+    served.train_here()
+
+    def step(self: Any, closure: Any = None) -> Any:
+        seen.append("replaced")
+        return own(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", functools.wraps(own)(step) if keeps_name else step)
+    served.train_here()
+    monkeypatch.undo()
+    served.train_here()
+    assert seen == ["replaced"]
+    assert weight.tolist() == pytest.approx([0.7, 0.7])
 
 
 def test_gradients_are_cleared_as_the_optimizer_clears_them() -> None:

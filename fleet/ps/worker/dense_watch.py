@@ -28,7 +28,7 @@ MaskOf = Callable[[Tensor], Tensor | None]
 
 _FIRST, _EVERY = 4, 64  # values of the servers that are compared as a whole
 _PROBES = 4
-_ROUNDING = float(np.finfo(np.float32).eps)
+_ROUNDING = 2 * float(np.finfo(np.float32).eps)
 _INSTEAD = (
     "Change parameters before fleet.init_worker(), compute what forward uses from them (weight.clamp(-1, 1)), or leave "
     "the dense parameters to the workers: strategy.hybrid_configs = {'dp_degree': fleet.worker_num()}."
@@ -97,24 +97,23 @@ class DenseWatch:
         own = part.values()
         if np.array_equal(own.view(np.uint32), given.view(np.uint32)):
             return
-        start = 0
-        for number, parameter in enumerate(part.parameters):
-            place = slice(start, start + parameter.numel())
-            mask = None if self._mask_of is None else self._mask_of(parameter)
-            self._compare_one(part.name_of(number), own[place], given[place], mask)
-            start = place.stop
-
-    def _compare_one(self, name: str, own: Rows, given: Rows, mask: Tensor | None) -> None:
-        # Adding and subtracting a number, as sharpness-aware training does, leaves a rounding error.
+        # Adding and subtracting a number, as sharpness-aware training does, leaves a rounding error of the size of
+        # their sum, and the numbers are as large as those of other parameters.
         allowed = _ROUNDING * np.abs(given).max(initial=0.0, where=np.isfinite(given))
         with np.errstate(invalid="ignore"):  # of infinities
             is_near = np.abs(own - given) <= allowed
         differs = ~is_near & (own.view(np.uint32) != given.view(np.uint32))
-        if mask is not None:
-            differs &= (own != 0) | ~mask.numpy(force=True).reshape(-1)
-        if differs.any():
-            first = int(differs.argmax())
-            raise _refusal(name, f"element {first} is {own[first]:.6g}, and the servers have {given[first]:.6g}")
+        start = 0
+        for number, parameter in enumerate(part.parameters):
+            place = slice(start, start + parameter.numel())
+            mask = None if self._mask_of is None else self._mask_of(parameter)
+            if mask is not None:
+                differs[place] &= (own[place] != 0) | ~mask.numpy(force=True).reshape(-1)
+            if differs[place].any():
+                first = int(differs[place].argmax())
+                was, held = float(own[place][first]), float(given[place][first])
+                raise _refusal(part.name_of(number), f"element {first} is {was:.9g}, and the servers have {held:.9g}")
+            start = place.stop
 
     def _read_marks(self) -> list[Any]:
         found: list[Any] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
@@ -101,6 +102,7 @@ class HybridTrainer(Trainer):
         # Gradients of rows leave once every trainer has computed with the old rows: a trainer that repeats a step after
         # a failure then computes with the same rows, although the servers may hold a gradient of that step already.
         self._send_rates()
+        increment_version(self._weights)
         exchange.put(rows)
         dense.step()
 

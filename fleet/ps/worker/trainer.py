@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch.autograd.graph import increment_version
 
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError, UnsupportedOptionError
 from fleet.ps.client.client import Client
@@ -92,6 +93,7 @@ class Trainer:
         self.config = config
         self._make_client = make_client
         self._train_dense = train_dense
+        self._weights = [m.weight for part in plan.sparse for m in part.modules if isinstance(m, ServedEmbedding)]
         self._pending: Mapping[str, Any] | None = None
         self._rates: dict[int, float] = {}
         self._client: Client | None = None
@@ -190,6 +192,7 @@ class Trainer:
         if self.config.check_finite:
             self._check_finite(gradients)
         self._send_rates()
+        increment_version(self._weights)  # a graph that has read them is from before this step
         if self._streams is None:
             exchange.put(gradients)
             return

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fleet
-from fleet.errors import ConfigError, OptionWarning, PSError
+from fleet.errors import ConfigError, OptionWarning, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from tests.helpers.served import run_job, strategy_of
@@ -145,14 +145,18 @@ def test_what_is_taken_back_before_the_step_is_no_write(job: Job) -> None:
     job.end()
 
 
-def test_sharpness_aware_training_takes_its_perturbation_back(job: Job) -> None:
-    """Foret et al., 2021: up to rounding, which the servers' values undo."""
+@pytest.mark.parametrize("radius", [0.05, 0.5])
+def test_sharpness_aware_training_takes_its_perturbation_back(job: Job, radius: float) -> None:
+    """Foret et al., 2021: up to rounding, which the servers' values undo; biases are smaller than their offsets."""
+    with torch.no_grad():
+        job.net.out.bias.zero_()
+    job.trainer.excuse_writes()
     for _ in range(8):
         job.optimizer.zero_grad()
         job.model(torch.arange(3)).square().sum().backward()
-        dense = [job.net.hidden.weight, job.net.out.weight]
+        dense = [p for p in (*job.net.hidden.parameters(), *job.net.out.parameters())]
         with torch.no_grad():
-            offsets = [0.05 * p.grad / p.grad.norm() for p in dense if p.grad is not None]
+            offsets = [radius * p.grad / p.grad.norm() for p in dense if p.grad is not None]
             for parameter, offset in zip(dense, offsets, strict=True):
                 parameter.add_(offset)
         job.optimizer.zero_grad()
@@ -238,6 +242,36 @@ def test_asp_masks_are_no_writes(mode: str, name: str, write: Callable[[nn.Modul
     with pytest.raises(ConfigError, match=f"'{name}' was changed"):
         own.barrier_worker()
     own.session.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo", "hybrid"])
+def test_a_hook_that_would_miss_the_rows_is_refused_in_the_step(mode: str) -> None:
+    """It was added after init_worker(): it sees the dense half of the gradients."""
+    job = Job(mode)
+    job.step()
+    for optimizer in (job.plain, job.optimizer):
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(UnsupportedOptionError, match="gradients of rows on the servers would be missed"):
+            job.step()
+        handle.remove()
+    job.step()
+    job.end()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo", "hybrid"])
+def test_a_graph_of_the_rows_does_not_outlive_a_step(mode: str) -> None:
+    """As in plain torch, whose step changes what backward needs."""
+    job = Job(mode)
+    job.step()
+    penalty = job.net.emb.weight.pow(2).sum()
+    job.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+    penalty = job.net.emb.weight.pow(2).sum()
+    loss = job.model(torch.arange(3)).square().sum()
+    (loss + penalty).backward()
+    job.optimizer.step()
+    job.end()
 
 
 def test_a_load_replaces_what_was_written(job: Job, tmp_path: Path) -> None:
