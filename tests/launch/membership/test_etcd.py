@@ -114,15 +114,16 @@ def test_nothing_listens_and_nothing_answers(tmp_path: Path) -> None:
         store.read("/t/")
     assert caught.value.is_down
     with Etcd(tmp_path) as server:
-        frozen = EtcdStore(EtcdAddress(endpoints=(server.endpoint,)), timeout_s=0.3)
-        frozen.read("/t/")
+        address = EtcdAddress(endpoints=(server.endpoint,))
+        patient, hasty = EtcdStore(address, timeout_s=20), EtcdStore(address, timeout_s=0.3)
+        patient.read("/t/")
         server.freeze()
         with pytest.raises(EtcdUnreachableError) as caught:
-            frozen.read("/t/")
+            hasty.read("/t/")
         assert not caught.value.is_down
         server.thaw()
-        assert frozen.read("/t/").values == {}
-    for one in (store, frozen):
+        assert patient.read("/t/").values == {}
+    for one in (store, patient, hasty):
         one.close()
 
 
