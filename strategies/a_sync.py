@@ -260,7 +260,7 @@ class ASync(JobKind):
         if not (self.hybrid or self.mode == "geo"):
             check_renormalized(model, "the parameter servers hold the weight, and their next values would undo it")
         elif self.session.world_size > 1:
-            check_renormalized(model, "the others do not see it, so the workers would train different weights")
+            check_renormalized(model)
         if scales_gradients(self.session.options, self.session.device.type) and has_rows(model):
             raise UnsupportedOptionError(
                 "amp computes in float16 here and scales the backward signal; it unscales the gradients of parameters, "

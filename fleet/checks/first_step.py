@@ -445,8 +445,8 @@ class TrainingChecks:
     def _check_step_past_servers(self, optimizer: Optimizer) -> None:
         """Raises ConfigError where ``optimizer`` trains what the servers hold, or what no other worker would see."""
         session = self._session
-        job = session.server_job
-        if job is None or job.trainer is None or job.trainer.stopped or job.trainer.is_stepping():
+        trainer = None if session.server_job is None else session.server_job.connected
+        if trainer is None or trainer.is_stepping():
             return
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._strangers.get(optimizer) == count:

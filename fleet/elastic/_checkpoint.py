@@ -183,7 +183,7 @@ class Checkpoint:
             ConfigError: this worker trains with parameter servers already.
         """
         job = self._session.server_job
-        if job is not None and job.is_training():
+        if job is not None and job.connected is not None:
             raise ConfigError(
                 "Checkpoint.resume() was called after fleet.init_worker(): the parameter servers hold what is trained, "
                 "and the worker goes on where they are. Call resume() before fleet.init_worker()."

@@ -156,16 +156,17 @@ class ServerJob:
             self._stop_metrics()
             self._stop_embedded()
 
-    def is_training(self) -> bool:
-        """Returns whether this worker is connected: between ``init_worker`` and ``stop_worker``."""
-        return self.trainer is not None and not self.trainer.stopped
+    @property
+    def connected(self) -> Trainer | None:
+        """The trainer between ``init_worker`` and ``stop_worker``, else ``None``."""
+        return None if self.trainer is None or self.trainer.stopped else self.trainer
 
     def meet_at_server(self) -> bool:
         """Waits for the other workers at a server; returns False where no server is connected yet."""
-        if self.trainer is None or not self.is_training():
-            return False
-        self.trainer.meet("fleet.worker")
-        return True
+        trainer = self.connected
+        if trainer is not None:
+            trainer.meet("fleet.worker")
+        return trainer is not None
 
     def before_save(self) -> None:
         """Brings the weights of ``nn.Embedding`` modules up to date; the model is about to hand its state out."""

@@ -222,7 +222,7 @@ class Session:
 
         Raises ConfigError when the new options cannot run, or when a model was already changed in place.
         """
-        if self.server_job is not None and self.server_job.is_training():
+        if self.server_job is not None and self.server_job.connected is not None:
             raise ConfigError(
                 "distributed_optimizer(strategy=...) was called after fleet.init_worker(): the job trains already, and "
                 "one with parameter servers has one optimizer. Put all parameters into its groups."
@@ -304,7 +304,7 @@ class Session:
         for strategy in self.strategies:
             strategy.check_model(module)
         if self.collective and self.world_size > 1:
-            check_renormalized(module, "the others do not see it, so the workers would train different weights")
+            check_renormalized(module)
         if self.roll_call is not None:
             check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
         module = self._cut(module, loss_fn)

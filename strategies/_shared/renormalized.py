@@ -9,7 +9,9 @@ from fleet.errors import UnsupportedOptionError
 __all__ = ["check_renormalized"]
 
 
-def check_renormalized(model: nn.Module, why: str) -> None:
+def check_renormalized(
+    model: nn.Module, why: str = "the others do not see it, so the workers would train different weights"
+) -> None:
     """Raises UnsupportedOptionError when a trained embedding of ``model`` has ``max_norm``; ``why`` says the reason.
 
     Frozen ones pass: whenever a row is renormalized, a lookup gives the same.

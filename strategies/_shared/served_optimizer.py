@@ -131,8 +131,7 @@ class ServedOptimizer(OptimizerWrapper):
                         parameter.grad = None
             else:
                 optimizer.zero_grad(set_to_none=set_to_none)
-        if self.trainer is not None:
-            self.trainer.drop_gradients()
+        self.drop_row_gradients()
 
     def drop_row_gradients(self) -> None:
         """Drops the gradients of rows."""

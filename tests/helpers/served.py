@@ -15,7 +15,7 @@ import fleet
 from fleet.facade import Fleet
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-__all__ = ["RowSum", "WideAndDeep", "batches", "run_job", "strategy_of", "train"]
+__all__ = ["RowSum", "ServedJob", "WideAndDeep", "batches", "run_job", "strategy_of", "train"]
 
 WIDE = ("uniform", -0.5, 0.5)
 
@@ -61,6 +61,42 @@ def strategy_of(mode: str, num_workers: int = 1, k_steps: int = 2, **options: An
     for name, value in options.items():
         setattr(made, name, value)
     return made
+
+
+class ServedJob:
+    """A worker with its server inside; ``net`` is the script's module, ``model`` the wrapped one.
+
+    Args:
+        mode: as in :func:`strategy_of`, which takes ``options``.
+        make_net: called with a seeded generator.
+        rate: of SGD.
+        own: the Fleet, by default one of its own.
+    """
+
+    def __init__(
+        self, mode: str, make_net: Callable[[], Any], rate: float, own: Fleet | None = None, **options: Any
+    ) -> None:
+        self.mode, self.own = mode, own or Fleet()
+        self.strategy = strategy_of(mode, **options)
+        self.own.init(strategy=self.strategy, log_level="ERROR")
+        torch.manual_seed(0)
+        self.net = make_net()
+        self.plain = torch.optim.SGD(self.net.parameters(), rate)
+        self.optimizer = self.own.distributed_optimizer(self.plain, self.strategy)
+        self.model = self.own.distributed_model(self.net)
+        self.own.init_worker()
+        self.trainer = self.own.session.server_job.trainer
+
+    def step(self) -> None:
+        """Trains one step."""
+        self.optimizer.zero_grad()
+        self.model(torch.arange(3)).square().sum().backward()
+        self.optimizer.step()
+
+    def end(self) -> None:
+        """Leaves the job."""
+        self.own.stop_worker()
+        self.own.session.close()
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -112,8 +112,7 @@ class SyncExchange:
         self._has_begun = False
         self._reached = client.step  # the parameters hold all steps up to this one
         if client.step:  # the last step of a worker that was restarted may be pending
-            self._receive({part.table_id: part.assign for part in plan.dense})
-            plan.watch.note()
+            self.flush()
 
     def check(self, is_step: bool = False) -> None:
         """Raises ConfigError if the script has changed dense parameters."""
@@ -218,8 +217,7 @@ class SyncExchange:
             self.client.wait(self.client.pull(dict.fromkeys(takes), out=takes))
 
     def _ask(self) -> dict[int, Rows]:
-        wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
-        return self.client.wait(self.client.pull(wanted))
+        return self.client.wait(self.client.pull(self.plan.dense_ids))
 
 
 class _Mailbox:
@@ -229,18 +227,15 @@ class _Mailbox:
         self._plan = plan
         self._lock = threading.Lock()
         self._ticket: Ticket | None = None
-        self._spare: Mapping[int, Rows] | None = (
-            None  # arrays for the next values; new memory costs as much as receiving
-        )
+        self._spare: Mapping[int, Rows] | None = None  # for the next values: new memory costs as much as receiving
         self.reached = 0  # the parameters hold every worker's steps up to this one, where the servers count them
 
     def receive(self, client: Client, wait_for_others: bool = False) -> None:
         """Pulls the dense tables."""
         if self._plan.dense:
-            wanted = dict.fromkeys((part.table_id for part in self._plan.dense), None)
             with self._lock:
                 spare, self._spare = self._spare, None
-            ticket = client.pull(wanted, out=spare, wait_for_others=wait_for_others)
+            ticket = client.pull(self._plan.dense_ids, out=spare, wait_for_others=wait_for_others)
             client.wait(ticket)
             with self._lock:
                 if self._ticket is not None:

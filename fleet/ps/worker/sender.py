@@ -472,6 +472,7 @@ class AsyncSender:
         """Returns whether another gradient may be added to the last waiting one."""
         if last.count >= self._limit(table_id):
             return False
+        # A sum has begun behind the boundary.
         return last.count > 1 or last.step > self._boundary(self._clients[0]).get(table_id, 0)
 
     def _full(self, queues: Mapping[int, GradientQueue]) -> bool:

@@ -80,6 +80,11 @@ class TablePlan:
     _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
+    @property
+    def dense_ids(self) -> dict[int, None]:
+        """What a pull of all dense tables asks for."""
+        return dict.fromkeys(part.table_id for part in self.dense)
+
     @cached_property
     def watch(self) -> DenseWatch:
         """Notices what a script writes into the dense parameters."""

@@ -236,7 +236,7 @@ class Trainer:
 
         The parameters are then the servers'. Raises ConfigError if the script has changed some.
         """
-        self._running().check()
+        self.check_written()
         self._running().flush()
         self.client.flush()
         if self.lost_ranks is not None:
@@ -391,8 +391,7 @@ class Trainer:
 
     def _take_parameters(self, client: Client) -> None:
         if self.plan.dense:
-            wanted = dict.fromkeys((part.table_id for part in self.plan.dense), None)
-            values = client.wait(client.pull(wanted, wait_for_others=False))
+            values = client.wait(client.pull(self.plan.dense_ids, wait_for_others=False))
             for part in self.plan.dense:
                 part.assign(values[part.table_id])
             self.plan.watch.note(values)

@@ -28,7 +28,7 @@ CLEARS: dict[str, Clear] = {
     "net.zero_grad(set_to_none=False)": lambda job: job.net.zero_grad(set_to_none=False),
     "emb.zero_grad(), ads.zero_grad()": lambda job: (job.net.emb.zero_grad(), job.net.ads.zero_grad()),
     "model.zero_grad()": lambda job: job.model.zero_grad(),
-    "torch's optimizer.zero_grad()": lambda job: job.plain_optimizer.zero_grad(),
+    "torch's optimizer.zero_grad()": lambda job: job.plain.zero_grad(),
     "optimizer.zero_grad()": lambda job: job.optimizer.zero_grad(),
     "p.grad = None": by_hand,
 }

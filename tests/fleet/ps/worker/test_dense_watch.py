@@ -16,7 +16,7 @@ import fleet
 from fleet.errors import ConfigError, OptionWarning, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
-from tests.helpers.served import run_job, strategy_of
+from tests.helpers.served import ServedJob, run_job, strategy_of
 
 SERVED = ("sync", "half_async", "async")  # modes in which the servers hold the dense parameters
 _SEEDING = threading.Lock()
@@ -37,28 +37,11 @@ class Net(nn.Module):
         return self.out(self.hidden(self.emb(ids)))
 
 
-class Job:
-    """A worker with its server inside."""
+class Job(ServedJob):
+    """Trains :class:`Net`."""
 
-    def __init__(self, mode: str, own: Fleet | None = None, **options: Any) -> None:
-        self.own = own or Fleet()
-        self.strategy = made = strategy_of(mode, k_steps=1, **options)
-        self.own.init(strategy=made, log_level="ERROR")
-        self.net = Net()
-        self.plain = torch.optim.SGD(self.net.parameters(), 0.001)
-        self.optimizer = self.own.distributed_optimizer(self.plain, made)
-        self.model = self.own.distributed_model(self.net)
-        self.own.init_worker()
-        self.trainer = self.own.session.server_job.trainer
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.arange(3)).square().sum().backward()
-        self.optimizer.step()
-
-    def end(self) -> None:
-        self.own.stop_worker()
-        self.own.session.close()
+    def __init__(self, mode: str, own: Fleet | None = None) -> None:
+        super().__init__(mode, Net, 0.001, own, k_steps=1)
 
 
 @pytest.fixture(params=SERVED)

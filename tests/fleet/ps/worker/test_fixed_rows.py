@@ -19,8 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fleet
 from fleet.errors import ConfigError, OptionWarning
-from fleet.facade import Fleet
-from tests.helpers.served import strategy_of
+from tests.helpers.served import ServedJob
 
 MODES = ("sync", "half_async", "async", "geo", "hybrid")
 ROWS = 10
@@ -39,26 +38,17 @@ class Net(nn.Module):
         return self.out(self.emb(ids) + self.ads(ids))
 
 
-class Job:
-    """A worker with its server inside; ``net`` is the script's module, ``model`` the wrapped one."""
+class Job(ServedJob):
+    """Trains :class:`Net`, and waits for the servers in each step."""
 
     def __init__(self, mode: str) -> None:
-        self.mode = mode
-        self.own = Fleet()
-        made = strategy_of(mode, k_steps=100)
-        self.own.init(strategy=made, log_level="ERROR")
-        torch.manual_seed(0)
-        self.net = Net()
-        self.plain_optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
-        self.optimizer = self.own.distributed_optimizer(self.plain_optimizer, made)
-        self.model = self.own.distributed_model(self.net)
-        self.own.init_worker()
+        super().__init__(mode, Net, 0.1, k_steps=100)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.arange(3)).sum().backward()
         self.optimizer.step()
-        self.own.session.server_job.trainer.flush()
+        self.trainer.flush()
 
     def rows(self) -> torch.Tensor:
         return self.net.emb.weight.detach().clone()
