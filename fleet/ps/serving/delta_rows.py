@@ -113,19 +113,20 @@ class DeltaRows:
         try:
             with open_plain(path) as file:
                 size = file.seek(0, 2)
-        except CheckpointError:
+            is_whole = size == entry["bytes"] and zlib.crc32(map_file(path).data) == entry["crc32"]
+            tensors = read_tensors(path) if is_whole else {}
+        except (CheckpointError, FileNotFoundError):  # a publisher may remove it between two of these
             if not path.exists():
                 raise CheckpointError(
                     f"{path}: the manifest names it, but it is absent. Remove the folder; the servers' next deltas "
                     "write all rows."
                 ) from None
             raise
-        if size != entry["bytes"] or zlib.crc32(map_file(path).data) != entry["crc32"]:
+        if not is_whole:
             raise CheckpointError(
                 f"{path}: the checksum or the size is wrong ({size} bytes; the manifest says {entry['bytes']}). The "
                 "file is damaged. Remove the folder; the servers' next deltas write all rows."
             )
-        tensors = read_tensors(path)
         for name in [key.removesuffix(".keys") for key in tensors if key.endswith(".keys")]:
             try:
                 shares[name] = _extended(shares.get(name, TableShare()), name, tensors)

@@ -10,6 +10,7 @@ import pytest
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps.serving import delta_rows
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
 from fleet.ps.table.partition import servers_of_keys
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
@@ -108,6 +109,24 @@ def test_readers_beside_a_publisher(tmp_path: Path) -> None:
     assert failed == []
     assert all(len(values) == 1 for values in seen)
     assert seen[-1] == {30.0}
+
+
+@pytest.mark.parametrize("reader", ["map_file", "read_tensors"])
+def test_a_file_that_is_removed_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """A publisher that went on has removed it; where the manifest has not changed, nobody has written a newer one."""
+    chain = Chain(FolderSink(tmp_path, "shop", "float32", fewest_rows=1000))
+    chain.put(0, IDS, np.zeros((len(IDS), DIM), np.float32), NONE, whole=True)
+    read = getattr(delta_rows, reader)
+
+    def remove_and_read(path: Path) -> object:
+        path.unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(delta_rows, reader, remove_and_read)
+    with pytest.raises(CheckpointError, match="the manifest names it, but it is absent"):
+        DeltaRows(tmp_path).refresh()
 
 
 def _edit(folder: Path, change) -> None:
