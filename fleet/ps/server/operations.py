@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from fleet.errors import FleetError
 from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
 from fleet.ps.server.job_state import Fenced, Refused, Worker
+from fleet.ps.server.late_answers import LateAnswer
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.bfloat16 import to_bfloat16
@@ -36,7 +38,7 @@ from fleet.ps.wire.messages import (
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
 
-__all__ = ["Answer", "ConnectedWorker", "Operations"]
+__all__ = ["BEAT_S", "Answer", "ConnectedWorker", "Later", "Operations"]
 
 BEAT_S = 2.0
 STUCK_S = 5.0  # a restarted worker may still be between two barriers
@@ -59,6 +61,15 @@ class Answer:
         return sum(map(len, self.buffers))
 
 
+@dataclass(slots=True)
+class Later:
+    """The answer to a push that waits for ``step``: ``make`` returns it once that is applied."""
+
+    step: int
+    make: Callable[[], Answer]
+    account: Callable[[], dict[str, Any]]  # what the worker is told while it waits
+
+
 class ConnectedWorker:
     """One connection of a worker, with the buffers it reuses."""
 
@@ -69,6 +80,7 @@ class ConnectedWorker:
         self.client_id = 0
         self.reads = ""  # the form in which rows go to a reader; empty: not one
         self.epoch = 0  # of what the reader reads
+        self.late: LateAnswer | None = None  # of its last push that had to wait for a step
         self._body = memoryview(bytearray(1 << 16))
         self.in_memory = False  # the last body lies in memory that the worker shares
         self._rows = memoryview(bytearray(1 << 16))
@@ -147,13 +159,13 @@ class Operations:
         load: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._config = config
-        self._state = state
+        self.state = state
         self._job = state.job
         self._snapshot = snapshot
         self._save = save
         self._load = load
         self._boot = secrets.token_hex(8)
-        self._handlers: dict[Op, Callable[[ConnectedWorker, Worker, Header, memoryview, Beat], Answer]] = {
+        self._handlers: dict[Op, Callable[[ConnectedWorker, Worker, Header, memoryview, Beat], Answer | Later]] = {
             Op.CREATE: self._create,
             Op.PULL: self._pull,
             Op.PUSH: self._change,
@@ -172,8 +184,8 @@ class Operations:
             Op.SNAPSHOT: self._write_snapshot,
         }
 
-    def answer(self, peer: ConnectedWorker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        """Returns the answer to one request.
+    def answer(self, peer: ConnectedWorker, header: Header, body: memoryview, beat: Beat) -> Answer | Later:
+        """Returns the answer to one request, or how to make it when the step that it waits for is applied.
 
         Raises:
             Refused, MessageError, ConfigError: the request was wrong and changed nothing.
@@ -216,7 +228,7 @@ class Operations:
             answer = {
                 "fresh": fresh,
                 "last": channel.last,
-                "durable": channel.durable_seq(self._state.journal.durable_lsn),
+                "durable": channel.durable_seq(self.state.journal.durable_lsn),
                 "clock": worker.clock,
                 "steps": {str(table): step for table, step in worker.steps.items()},
                 "points": worker.points.as_json(),
@@ -246,12 +258,13 @@ class Operations:
         }
 
     def _goodbye(self, peer: ConnectedWorker, worker: Worker, *_: Any) -> Answer:
-        self._state.leave(worker)
+        self.state.leave(worker)
         return Answer()
 
     def _stop(self, *_: Any) -> Answer:
         with self._job.changed:
             self._job.stop()
+        self.state.send_late()
         return Answer()
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -267,11 +280,13 @@ class Operations:
         if any(not 0 <= key < 1 << 16 for key in numbered):
             raise Refused(f"table ids are 0 to 65535, received {sorted(numbered)}.")
         with self._busy(worker):  # a save or a snapshot may take minutes
-            _with_beats(lambda: self._state.create_tables(numbered), beat)
+            _with_beats(lambda: self.state.create_tables(numbered), beat)
         return Answer()
 
-    def _change(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        state = self._state
+    def _change(
+        self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat
+    ) -> Answer | Later:
+        state = self.state
         if state.sync and header.op is Op.PUSH and not state.may_hold(header.step):
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
@@ -280,7 +295,11 @@ class Operations:
         status = state.change(worker, peer.channel, header, body, parts)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
-        return self._values(peer, worker, header, [part for part in parts if part.ids is None], beat, status)
+        dense = [part for part in parts if part.ids is None]
+        if not state.sync or state.visible_step >= header.step:
+            return self._values(peer, worker, header, dense, beat, status)
+        make = partial(self._values, peer, worker, header, dense, beat, status)
+        return Later(header.step, make, partial(self._awaited, header.step))
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         reached, answers = self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
@@ -300,7 +319,7 @@ class Operations:
         """Returns what a worker needs after its push of a step, which is applied then."""
         reached, answers = self._rows(peer, worker, header, dense, beat)
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
-        answers += rows_after_push(self._state, worker.rank, header.seq, room)
+        answers += rows_after_push(self.state, worker.rank, header.seq, room)
         answer = self._rows_answer(answers, header)
         answer.step, answer.status = reached, status
         return answer
@@ -309,7 +328,7 @@ class Operations:
         self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat
     ) -> tuple[int | None, list[TablePart]]:
         """Waits until the step of a request may see the tables; returns the step they hold, and the rows of parts."""
-        tables = [self._state.table(part.table_id) for part in parts]
+        tables = [self.state.table(part.table_id) for part in parts]
         shapes = []
         for part, table in zip(parts, tables, strict=True):
             table.check(part, change=False)
@@ -327,7 +346,7 @@ class Operations:
         create = not header.flags & MessageFlag.NO_CREATE
         for part, table, rows in zip(parts, tables, peer.rows(shapes), strict=True):
             table.pull(part, rows, create)
-            self._state.counts["pulled"] += len(rows)
+            self.state.counts["pulled"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
         return reached, answers
 
@@ -341,8 +360,8 @@ class Operations:
         return Answer(Status.OK, encode_parts(answers, bfloat16), len(answers), header.flags & MessageFlag.BFLOAT16)
 
     def _fresh_enough(self, step: int) -> bool:
-        if self._state.sync:
-            return self._state.visible_step >= step or not self._job.active()
+        if self.state.sync:
+            return self.state.visible_step >= step or not self._job.active()
         if self._config.staleness is None:
             return True
         slowest = self._job.min_clock()
@@ -351,12 +370,12 @@ class Operations:
     def _geo_pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         asked = decode_parts(body, header.n_tables)
         return self._rows_answer(
-            added_rows(self._state, worker.rank, header.seq, asked, self._config.max_body_bytes), header
+            added_rows(self.state, worker.rank, header.seq, asked, self._config.max_body_bytes), header
         )
 
     def _watch(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         asked = decode_parts(body, header.n_tables)
-        lacks, rows = watched_rows(self._state, worker.rank, header.seq, asked, self._config.max_body_bytes)
+        lacks, rows = watched_rows(self.state, worker.rank, header.seq, asked, self._config.max_body_bytes)
         answer = self._rows_answer(rows, header)
         answer.step = int(lacks)
         return answer
@@ -370,7 +389,7 @@ class Operations:
             raise Refused("ALTER takes a table, an action and its fields.")
         with self._busy(worker):
             status, rows = _with_beats(
-                lambda: self._state.alter(worker, peer.channel, header, table, action, arguments), beat
+                lambda: self.state.alter(worker, peer.channel, header, table, action, arguments), beat
             )
         return Answer(status, [control_body({"rows": rows})])
 
@@ -387,7 +406,7 @@ class Operations:
         with job.changed:
             is_past = job.barriers.get(name, 0) >= number  # the worker comes again, after a restart
             job.arrive(name, number, worker.rank)
-        self._state.settle()  # the others no longer wait for a step of this worker
+        self.state.settle()  # the others no longer wait for a step of this worker
         self._stand(worker, name, number, call, beat)
         # Workers that have taken fewer steps continue with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in job.active()] if self._config.staleness is not None else []
@@ -428,13 +447,11 @@ class Operations:
             )
 
     def _wait_for_step(self, worker: Worker, predicate: Callable[[], bool], beat: Beat, step: int) -> None:
-        self._wait(worker, predicate, beat, lambda: self._job.slower_than(step), f"step {step}")
-
-    def _wait(
-        self, worker: Worker, predicate: Callable[[], bool], beat: Beat, ranks: Callable[[], list[int]], place: str
-    ) -> None:
         with self._busy(worker):
-            self._job.wait_for(predicate, lambda: beat({"place": place, "waiting_for": ranks()}), BEAT_S)
+            self._job.wait_for(predicate, lambda: beat(self._awaited(step)), BEAT_S)
+
+    def _awaited(self, step: int) -> dict[str, Any]:
+        return {"place": f"step {step}", "waiting_for": self._job.slower_than(step)}
 
     @contextmanager
     def _busy(self, worker: Worker) -> Iterator[None]:
@@ -474,7 +491,7 @@ class Operations:
         return Answer()
 
     def _stat(self, *_: Any) -> Answer:
-        state = self._state
+        state = self.state
         job = self._job
         tables = {str(key): table.describe() for key, table in state.tables.items()}
         with job.changed:

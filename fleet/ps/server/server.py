@@ -16,17 +16,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-from fleet.errors import CheckpointError, ConfigError, FleetError, PSError
+from fleet.errors import FleetError, PSError
 from fleet.ps.publishing.publisher import Publisher, boot_id
+from fleet.ps.server.answers import Answers
 from fleet.ps.server.folder_lock import FolderLock
-from fleet.ps.server.job_state import Fenced, JobState, Refused
+from fleet.ps.server.job_state import JobState, Refused
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.measures import Summary
 from fleet.ps.server.newcomers import Complaints, Newcomers, host_of
-from fleet.ps.server.operations import Answer, ConnectedWorker, Operations
-from fleet.ps.server.reader_requests import ReaderRequests, is_reader
+from fleet.ps.server.operations import ConnectedWorker, Operations
+from fleet.ps.server.reader_requests import ReaderRequests
 from fleet.ps.server.served_table import make_served_table
 from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, connections_allowed
 from fleet.ps.server.server_files import load_tables, save_tables
@@ -39,14 +39,11 @@ from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
 from fleet.ps.wire.body_digest import BodyDigest
 from fleet.ps.wire.messages import (
     MAX_CONTROL_BYTES,
-    Header,
     MessageError,
-    MessageFlag,
     Op,
     Status,
     control_body,
     decode_header,
-    encode_header,
 )
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
@@ -93,7 +90,8 @@ class Server:
         if config.peer or config.places:
             kind = MovableShard if config.places else Pair
             self._pair = kind(config, self._transport, self._make_state, self._hang_up, notify)
-        self._readers = ReaderRequests(config, lambda: self.state, None if self._pair is None else self._pair.readable)
+        readers = ReaderRequests(config, lambda: self.state, None if self._pair is None else self._pair.readable)
+        self._answers = Answers(config, lambda: self._operations, readers, self._pair, notify)
 
     def _make_state(self) -> ServerState:
         config = self.config
@@ -270,6 +268,7 @@ class Server:
         job = self.state.job
         with job.changed:
             job.stop()
+        self.state.send_late()
         with self._lock:
             connections = dict(self._open)
         for connection in connections:
@@ -415,18 +414,22 @@ class Server:
                     self._stopping.wait(10.0)  # the disk would fail again at once
 
     def _serve(self, connection: Connection) -> None:
+        peer: ConnectedWorker | None = None
         try:
             secret = check_secret(self.endpoint, self.config.secret)
             sealed = prove_to_worker(connection, self.endpoint, secret, self.config.handshake_timeout_s)
             with self._lock:
                 self._newcomers.discard(connection)
-            self._converse(ConnectedWorker(sealed))
+            peer = ConnectedWorker(sealed)
+            self._converse(peer)
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
             self._complain(connection, error)
         finally:
             connection.close()
+            if peer is not None and peer.late is not None:
+                self.state.drop_late(peer.late)
             with self._lock:
                 self._open.pop(connection, None)
                 self._newcomers.discard(connection)
@@ -438,6 +441,7 @@ class Server:
         limit = config.transfer_timeout_s
         idle = config.handshake_timeout_s
         while not self._stopping.is_set():
+            self._answers.finish_last(peer)
             header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
             if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
                 raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
@@ -450,12 +454,11 @@ class Server:
                 raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
             body = peer.body(header.body_bytes)
             connection.receive_body(body, limit)
-            answer = self._answer(peer, header, body)
+            answer = self._answers.give(peer, header, body)
             if peer.reads and header.op is Op.HELLO:
                 with self._lock:
                     self._not_workers.add(threading.current_thread())
-            self._send(peer, header, answer)
-            if answer.status is Status.FENCED or self.state.failure is not None:
+            if answer is not None and (answer.status is Status.FENCED or self.state.failure is not None):
                 return
             idle = 2 * config.lease_s
 
@@ -470,55 +473,3 @@ class Server:
             "job with --server_standby or --server_shards."
         )
         send_piece(connection, Carried.REFUSED, [control_body({"error": text})])
-
-    def _answer(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
-        def beat(fields: dict[str, Any]) -> None:
-            self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
-
-        try:
-            if peer.reads or (header.op is Op.HELLO and is_reader(body)):
-                return self._readers.answer(peer, header, body)
-            if self._pair is not None and header.op is Op.HELLO:
-                elsewhere = self._pair.greet(header, body)
-                if elsewhere is not None:
-                    return Answer(Status.REFUSED, [control_body(elsewhere)])
-            answer = self._operations.answer(peer, header, body, beat)
-            if self._pair is not None:
-                self._pair.settle(header)
-            return answer
-        except (ConnectionLost, TransferTimeout):
-            raise
-        except Fenced as error:
-            return _error(Status.FENCED, error)
-        except (Refused, MessageError, ConfigError, CheckpointError) as error:
-            return _error(Status.REFUSED, error)
-        except Exception as error:  # the worker is told; the server continues unless its state is in doubt
-            self._notify(f"parameter server {self.config.index}: {header.op.name} failed: {error!r}")
-            return _error(Status.FAILED, error)
-
-    def _send(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
-        state = self.state
-        durable = 0
-        if peer.worker is not None:
-            channel = peer.worker.channels.get(peer.channel)
-            if channel is not None and header.seq:
-                with state.journal.lock:
-                    durable = channel.durable_seq(state.journal.durable_lsn)
-        flags = MessageFlag.RESPONSE | answer.flags | peer.place_of(answer, header)
-        head = Header(
-            header.op,
-            flags,
-            header.client_id,
-            durable,
-            state.job.applied_step if answer.step is None else answer.step,
-            answer.n_tables,
-            answer.status,
-            answer.size,
-            header.tag,
-        )
-        peer.connection.send(encode_header(head), answer.buffers, 10 * self.config.lease_s)
-
-
-def _error(status: Status, error: BaseException) -> Answer:
-    text = str(error) if isinstance(error, FleetError) else repr(error)
-    return Answer(status, [control_body({"error": text[:4000]})])

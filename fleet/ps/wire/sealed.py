@@ -73,6 +73,11 @@ class Sealed:
         """Uses ``memory``, which the other end has, too, for large bodies from now on."""
         self._memory = memory
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large bodies go through memory."""
+        return self._memory is not None
+
     def takes_in_memory(self, size: int) -> bool:
         """Returns whether a body of ``size`` bytes goes into shared memory, if the last one is no longer read there."""
         return self._memory is not None and LEAST_BYTES < size <= ROOM_BYTES
@@ -93,6 +98,13 @@ class Sealed:
         if self._memory is None:
             raise MessageError(f"{self.peer}: a body in memory that the ends of this connection do not share.")
         return self._memory.read(size)
+
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        """Waits at most ``limit_s`` seconds for the next message, or the end of the stream; returns whether it came.
+
+        The thread keeps its processor with ``awake``, unless others want it.
+        """
+        return self._connection.comes(limit_s, awake=awake)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""

@@ -69,6 +69,13 @@ class Connection(Protocol):
             TransferTimeout: a limit has passed.
         """
 
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        """Waits at most ``limit_s`` seconds for what :meth:`receive` reads or raises; returns whether it is there.
+
+        With ``awake`` the thread keeps its processor meanwhile, unless others want it. With TLS it returns True at
+        once.
+        """
+
     def is_cut(self) -> bool:
         """Returns whether the peer has ended the stream, or the network has; bytes may still be there to be read."""
 
@@ -308,7 +315,7 @@ class SocketConnection:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``."""
-        if idle_s is not None and idle_s < _TICK_S and not _has_byte(self._sock, idle_s):
+        if idle_s is not None and idle_s < _TICK_S and not self.comes(idle_s):
             raise TransferTimeout(f"{self.peer}: no byte came within {idle_s} s.")
         began = time.monotonic()
         limit = idle_s
@@ -330,6 +337,10 @@ class SocketConnection:
                 filled += count
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
+
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        """Returns whether there is something to read within ``limit_s``."""
+        return _comes_awake(self._sock, limit_s) if awake else _has_byte(self._sock, limit_s)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""
@@ -358,6 +369,19 @@ def _has_byte(sock: socket.socket, limit_s: float) -> bool:
         return bool(poll.poll(1000 * limit_s))
     except (OSError, ValueError):
         return True  # closed meanwhile: the read reports it
+
+
+def _comes_awake(sock: socket.socket, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        try:
+            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return True
+        except BlockingIOError:
+            os.sched_yield()
+        except (OSError, ValueError):
+            return True  # closed meanwhile: the read reports it
+    return False
 
 
 def _is_cut(sock: socket.socket) -> bool:
@@ -408,6 +432,10 @@ class TlsConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             filled += count
 
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        """Returns True: bytes that were decrypted already do not show on the socket."""
+        return True
+
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""
         return _is_cut(self._sock)
@@ -443,6 +471,9 @@ class _LateTls:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         self._ready(idle_s).receive(view, timeout_s, idle_s)
+
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        return True
 
     def is_cut(self) -> bool:
         return _is_cut(self._sock)

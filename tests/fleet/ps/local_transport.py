@@ -133,6 +133,11 @@ class _Pipe:
             del self._data[:size]
             return data
 
+    def has_some(self, timeout_s: float) -> bool:
+        """Returns whether bytes, or the end, are there within ``timeout_s``."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._data or self._closed, timeout_s))
+
     @property
     def is_closed(self) -> bool:
         with self._changed:
@@ -180,6 +185,10 @@ class LocalConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             view[filled : filled + len(data)] = data
             filled += len(data)
+
+    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+        """Returns whether there is something to read within ``limit_s``."""
+        return self._incoming.has_some(limit_s)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""
