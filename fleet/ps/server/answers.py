@@ -66,7 +66,7 @@ class Answers:
         return answer
 
     def finish_last(self, peer: ConnectedWorker) -> None:
-        """Waits until the last push is answered and the worker speaks; meanwhile the worker is told for whom it waits."""
+        """Waits until the last push is answered and the worker speaks; a worker that waits is told for whom."""
         late = peer.late
         if late is None:
             return
