@@ -15,12 +15,12 @@ up, and a line says so if the server comes back without it.
 
 Threads take turns under ``lock``. Whoever holds it receives: the answer may be that of another thread's request.
 
-[Note: Waiting awake]
+[Note: Spinning]
 In sync mode a worker waits in each step for the others and the server. A thread that sleeps is woken on the processor
 on which it ran last, where another worker may have begun its next batch, and sits there until the system moves one of
 them, up to 4 ms later; to wake it costs 50 us and more. So a worker that shares memory with its server, which is on its
-machine then, waits for the answer to such a push awake: it looks again and again, and yields its processor to whoever
-wants it in between. It sleeps once it has waited longer than ``AWAKE_S``, and from the start where the last answer took
+machine then, spins until such a push is answered: it looks again and again, and yields its processor to whoever wants
+it in between. It sleeps once it has waited longer than ``SPIN_S``, and from the start where the last answer took
 longer than that: a model whose steps are long gains nothing.
 """
 
@@ -58,7 +58,7 @@ __all__ = ["Link", "Request"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
-AWAKE_S = 0.004  # a step of a small model; see [Note: Waiting awake]
+SPIN_S = 0.004  # a step of a small model; see [Note: Spinning]
 
 
 OnAnswer = Callable[[Header, memoryview], None]
@@ -321,8 +321,8 @@ class Link:
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
         waits = self._connection.shares_memory and bool(self._pending and self._pending[0].flags & MessageFlag.VALUES)
         began = time.monotonic()
-        if waits and self._last_wait_s < AWAKE_S:
-            self._connection.comes(AWAKE_S, awake=True)
+        if waits and self._last_wait_s < SPIN_S:
+            self._connection.comes(SPIN_S, spin=True)
         header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
         if waits:
             self._last_wait_s = time.monotonic() - began

@@ -99,12 +99,12 @@ class Sealed:
             raise MessageError(f"{self.peer}: a body in memory that the ends of this connection do not share.")
         return self._memory.read(size)
 
-    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         """Waits at most ``limit_s`` seconds for the next message, or the end of the stream; returns whether it came.
 
-        The thread keeps its processor with ``awake``, unless others want it.
+        With ``spin`` the thread does not sleep, and yields its processor to others.
         """
-        return self._connection.comes(limit_s, awake=awake)
+        return self._connection.comes(limit_s, spin=spin)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""

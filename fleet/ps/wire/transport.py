@@ -69,10 +69,10 @@ class Connection(Protocol):
             TransferTimeout: a limit has passed.
         """
 
-    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         """Waits at most ``limit_s`` seconds for what :meth:`receive` reads or raises; returns whether it is there.
 
-        With ``awake`` the thread keeps its processor meanwhile, unless others want it. With TLS it returns True at
+        With ``spin`` the thread does not sleep, and yields its processor to others. With TLS it returns True at
         once.
         """
 
@@ -338,9 +338,9 @@ class SocketConnection:
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
 
-    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         """Returns whether there is something to read within ``limit_s``."""
-        return _comes_awake(self._sock, limit_s) if awake else _has_byte(self._sock, limit_s)
+        return _comes_spinning(self._sock, limit_s) if spin else _has_byte(self._sock, limit_s)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""
@@ -371,7 +371,7 @@ def _has_byte(sock: socket.socket, limit_s: float) -> bool:
         return True  # closed meanwhile: the read reports it
 
 
-def _comes_awake(sock: socket.socket, limit_s: float) -> bool:
+def _comes_spinning(sock: socket.socket, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         try:
@@ -432,7 +432,7 @@ class TlsConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             filled += count
 
-    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         """Returns True: bytes that were decrypted already do not show on the socket."""
         return True
 
@@ -472,7 +472,7 @@ class _LateTls:
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         self._ready(idle_s).receive(view, timeout_s, idle_s)
 
-    def comes(self, limit_s: float, *, awake: bool = False) -> bool:
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         return True
 
     def is_cut(self) -> bool:

@@ -258,29 +258,29 @@ def test_steps_are_the_same_whoever_answers(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(True) == run(False)
 
 
-def waits_awake(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Collects the limits of the waits that keep their processor."""
+def spins(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Collects the limits of the waits that spin."""
     seen: list[float] = []
     real = Sealed.comes
 
-    def comes(self: Sealed, limit_s: float, *, awake: bool = False) -> bool:
-        if awake:
+    def comes(self: Sealed, limit_s: float, *, spin: bool = False) -> bool:
+        if spin:
             seen.append(limit_s)
-        return real(self, limit_s, awake=awake)
+        return real(self, limit_s, spin=spin)
 
     monkeypatch.setattr(Sealed, "comes", comes)
     return seen
 
 
-def test_a_worker_waits_awake_only_as_long_as_answers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    awake = waits_awake(monkeypatch)
+def test_a_worker_spins_only_as_long_as_answers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = spins(monkeypatch)
     with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
         first, second = (service.client(rank) for rank in range(2))
         waited = {first: 0.0, second: 0.0}
 
         def step(pause_s: float) -> int:
-            """Takes a step in which the second worker comes later; returns how many waited awake."""
-            before = len(awake)
+            """Takes a step in which the second worker comes later; returns how many spun."""
+            before = len(limits)
             for client, last in waited.items():
                 client._links[0]._last_wait_s = last
 
@@ -289,20 +289,20 @@ def test_a_worker_waits_awake_only_as_long_as_answers_are_quick(monkeypatch: pyt
                 pushed(second)
 
             in_threads(lambda: pushed(first), slow)
-            return len(awake) - before
+            return len(limits) - before
 
         assert step(0.1) == 2  # nobody knew
         assert first._links[0]._last_wait_s >= 0.09
-        waited[first] = links.AWAKE_S
+        waited[first] = links.SPIN_S
         assert step(0.1) == 1
-        waited[second] = links.AWAKE_S
+        waited[second] = links.SPIN_S
         assert step(0.0) == 0
-        assert set(awake) == {links.AWAKE_S}
+        assert set(limits) == {links.SPIN_S}
 
 
-def test_nobody_waits_awake_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    awake = waits_awake(monkeypatch)
+def test_nobody_spins_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = spins(monkeypatch)
     with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
         clients = [service.client(rank, shares_memory=False) for rank in range(2)]
         in_threads(lambda: pushed(clients[0]), lambda: pushed(clients[1]))
-    assert not awake
+    assert not limits
