@@ -21,12 +21,13 @@ on which it ran last, where another worker may have begun its next batch, and si
 them, up to 4 ms later; to wake it costs 50 us and more. So a worker that shares memory with its server, which is on its
 machine then, spins until such a push is answered: it looks again and again, and yields its processor to whoever wants
 it in between. It sleeps once it has waited longer than ``SPIN_S``, and from the start where the last answer took
-longer than that: a model whose steps are long gains nothing.
+longer than that: a model whose steps are long gains nothing. Nor does it spin on a single processor.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -128,6 +129,7 @@ class Link:
         self._acknowledged = self._durable = 0
         self._told_not_shared = False
         self._last_wait_s = 0.0  # for the answer to a push that waits for a step
+        self._spin_s = SPIN_S if _num_processors() > 1 else 0.0
         self._away_since: float | None = None
         self._refusals = 0
         self._said = 0.0
@@ -321,8 +323,8 @@ class Link:
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
         waits = self._connection.shares_memory and bool(self._pending and self._pending[0].flags & MessageFlag.VALUES)
         began = time.monotonic()
-        if waits and self._last_wait_s < SPIN_S:
-            self._connection.comes(SPIN_S, spin=True)
+        if waits and self._last_wait_s < self._spin_s:
+            self._connection.comes(self._spin_s, spin=True)
         header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
         if waits:
             self._last_wait_s = time.monotonic() - began
@@ -543,3 +545,8 @@ class Link:
         if fields.get("waiting_for") and now - self._said >= 10 * self._config.retry_interval_s:
             self._said = now
             self._notify(f"{self.name} waits for workers {fields['waiting_for']} at {fields.get('place')}")
+
+
+def _num_processors() -> int:
+    """Returns how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -24,6 +24,7 @@ from fleet.ps.wire.transport import ConnectionLost, TransferTimeout
 __all__ = ["Answers"]
 
 Said = TypeVar("Said")
+SIDE_BY_SIDE_BYTES = 4 << 20  # one thread writes so many values to other workers in about 0.3 ms
 
 
 class Answers:
@@ -75,6 +76,8 @@ class Answers:
         if not late.is_over() and not peer.connection.is_cut():  # it did not wait for the answer
             while not late.is_over(BEAT_S):
                 late.beat()
+        if late.is_over():
+            peer.late = None  # it has the gradients
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -115,17 +118,22 @@ class Answers:
     def _leave(self, peer: ConnectedWorker, header: Header, answer: Later) -> bool:
         """Leaves an answer to the thread that applies its step; returns False where this one has to wait and answer.
 
-        So it is where the answer may be large and goes through a socket, whose worker may not read it.
+        So it is where the answer goes through a socket, whose worker may not read it, and where the answers are large:
+        threads that write them side by side are done sooner then.
         """
-        if not peer.connection.shares_memory or peer.worker is None:
+        is_large = answer.size * (self._config.num_workers - 1) >= SIDE_BY_SIDE_BYTES
+        if not peer.connection.shares_memory or peer.worker is None or is_large:
             return False
 
         def send() -> None:
-            made = self._told(header, answer.make)
-            if made.size <= LEAST_BYTES or peer.place_of(made, header):
-                self._send_or_close(peer, header, made)
-            else:
-                threading.Thread(target=self._send_or_close, args=(peer, header, made), daemon=True).start()
+            try:
+                made = self._told(header, answer.make)
+                if made.size <= LEAST_BYTES or peer.place_of(made, header):
+                    self._send(peer, header, made)
+                else:
+                    threading.Thread(target=self._send_or_close, args=(peer, header, made), daemon=True).start()
+            except Exception as error:  # this thread has other workers to answer
+                self._give_up(peer, error)
 
         def beat() -> None:
             self._send(peer, header, Answer(Status.WAITING, [control_body(answer.account())]))
@@ -137,14 +145,16 @@ class Answers:
         return True
 
     def _send_or_close(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
-        """Sends an answer in a thread that is not the connection's own, which ends when it is closed."""
         try:
             self._send(peer, header, answer)
-        except (ConnectionLost, TransferTimeout):
-            peer.connection.close()
-        except Exception as error:  # the thread has other workers to answer
+        except Exception as error:  # nobody else would close the connection
+            self._give_up(peer, error)
+
+    def _give_up(self, peer: ConnectedWorker, error: Exception) -> None:
+        """Closes a connection from another thread than its own, which ends then."""
+        if not isinstance(error, ConnectionLost | TransferTimeout):
             self._notify(f"parameter server {self._config.index}: an answer was not sent: {error!r}")
-            peer.connection.close()
+        peer.connection.close()
 
     def _send(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
         state = self._operations().state

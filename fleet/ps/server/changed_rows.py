@@ -45,11 +45,14 @@ def watched_rows(
     return True, [TablePart(part.table_id, 0, part.dim, none, np.empty((0, part.dim), np.float32)) for part in asked]
 
 
-def rows_after_push(state: ServerState, rank: int, number: int, room: int) -> list[TablePart]:
+def rows_after_push(state: ServerState, rank: int, client_id: int, number: int, room: int) -> list[TablePart]:
     """Returns, of each table that a worker watches, the rows that anybody changed, once push ``number`` is applied.
 
     A table that is not there is one that the worker must read once as a whole: no question for it is known any longer,
     or the rows take more than ``room`` bytes.
+
+    Raises:
+        Fenced: another process than ``client_id`` has taken over the rank meanwhile; what it has not read stays noted.
     """
     with state.job.changed:
         watched = state.job.recorder.watched_by(rank)
@@ -58,17 +61,21 @@ def rows_after_push(state: ServerState, rank: int, number: int, room: int) -> li
         question = TablePart(table_id, 0, 1, np.empty(0, np.int64))
         question.dim = state.table(table_id).pull_shape(question)[1]
         asked.append(question)
-    answers = _rows(state, rank, -number, asked)  # below 0: questions of WATCH have numbers of their own
+    answers = _rows(state, rank, -number, asked, client_id)  # below 0: questions of WATCH have numbers of their own
     return answers if _size(answers) <= room else []
 
 
-def _rows(state: ServerState, rank: int, number: int, asked: Sequence[TablePart]) -> list[TablePart]:
+def _rows(
+    state: ServerState, rank: int, number: int, asked: Sequence[TablePart], client_id: int | None = None
+) -> list[TablePart]:
     answers = []
     for part in asked:
         table = state.table(part.table_id)
         question = part
         if part.ids is not None:
             with state.job.changed:
+                if client_id is not None:
+                    state.job.check_holds(state.job.workers[rank], client_id)
                 keys = state.job.recorder.take(rank, part.table_id, number)
             question = TablePart(part.table_id, len(keys), part.dim, keys)
         table.check(question, change=False)

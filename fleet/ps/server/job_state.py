@@ -202,11 +202,16 @@ class JobState:
 
     def touch(self, worker: Worker, client_id: int) -> None:
         """Notes a sign of life; raises :class:`Fenced` if it is not the process that holds the rank."""
-        if worker.client_id != client_id:
-            raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
+        self.check_holds(worker, client_id)
         worker.seen = time.monotonic()
         if worker.state == "expired":
             worker.state = "covered" if worker.deputy else "active"
+
+    @staticmethod
+    def check_holds(worker: Worker, client_id: int) -> None:
+        """Raises :class:`Fenced` unless process ``client_id`` holds the rank."""
+        if worker.client_id != client_id:
+            raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
 
     def expire(self, now: float) -> list[int]:
         """Marks silent workers as expired and returns their ranks."""

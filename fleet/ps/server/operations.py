@@ -66,6 +66,7 @@ class Later:
     """The answer to a push that waits for ``step``: ``make`` returns it once that is applied."""
 
     step: int
+    size: int  # of its dense values, in bytes
     make: Callable[[], Answer]
     account: Callable[[], dict[str, Any]]  # what the worker is told while it waits
 
@@ -299,7 +300,7 @@ class Operations:
         if not state.sync or state.visible_step >= header.step:
             return self._values(peer, worker, header, dense, beat, status)
         make = partial(self._values, peer, worker, header, dense, beat, status)
-        return Later(header.step, make, partial(self._awaited, header.step))
+        return Later(header.step, sum(4 * part.n for part in dense), make, partial(self._awaited, header.step))
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         reached, answers = self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
@@ -319,7 +320,7 @@ class Operations:
         """Returns what a worker needs after its push of a step, which is applied then."""
         reached, answers = self._rows(peer, worker, header, dense, beat)
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
-        answers += rows_after_push(self.state, worker.rank, header.seq, room)
+        answers += rows_after_push(self.state, worker.rank, peer.client_id, header.seq, room)
         answer = self._rows_answer(answers, header)
         answer.step, answer.status = reached, status
         return answer

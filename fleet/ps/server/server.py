@@ -265,14 +265,14 @@ class Server:
             self._pair.stop()
         if self._listener is not None:
             self._listener.close()
+        with self._lock:
+            connections = dict(self._open)
+        for connection in connections:
+            connection.close()  # before the end is said: workers that wait go on with this server's next process
         job = self.state.job
         with job.changed:
             job.stop()
         self.state.send_late()
-        with self._lock:
-            connections = dict(self._open)
-        for connection in connections:
-            connection.close()
         for thread in (*self._threads, *connections.values()):
             thread.join(5.0)
         if self._publisher is not None:

@@ -484,7 +484,6 @@ class ServerState:
         self.failure = error
         with self.job.changed:
             self.job.stop()
-        self.send_late()
 
     # -- recovery ------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,6 +202,85 @@ def test_a_server_that_stops_says_so_to_those_who_wait() -> None:
         assert "told to stop" in str(found[0])
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_worker_that_waits_goes_on_with_the_next_process_of_a_server_that_was_told_to_end(
+    level: int, shares: bool, tmp_path: Path
+) -> None:
+    with serving(num_workers=2, mode="sync", folder=tmp_path, level=level) as service:
+        first, second = (service.client(rank, shares_memory=shares) for rank in range(2))
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(catch(lambda: pushed(first))), daemon=True)
+        thread.start()
+        until(lambda: service.servers[0].state.job.held)
+        service.servers[0].stop()  # as SIGTERM does
+        service.start(0)
+        assert (pushed(second) == -1.0).all()
+        thread.join(20)
+        assert (found[0] == -1.0).all(), found
+
+
+def test_many_values_are_written_by_threads_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = threads_of_answers(monkeypatch)
+    for limit, threads in ((4 * 5 * 2 + 1, 1), (4 * 5 * 2, 3)):  # five values for each of two other workers
+        monkeypatch.setattr(answers, "SIDE_BY_SIDE_BYTES", limit)
+        del sent[:]
+        with serving(transport=SocketTransport(), num_workers=3, mode="sync") as service:
+            clients = [service.client(rank) for rank in range(3)]
+            in_threads(*(partial(pushed, client) for client in clients))
+        assert len({thread for _, thread, _ in sent}) == threads
+
+
+def test_a_process_that_was_replaced_while_it_waits_takes_no_rows_of_the_next_one() -> None:
+    with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
+        first, second = (service.client(rank) for rank in range(2))
+        first.watch([0])
+        found: list[Any] = []
+
+        def wait() -> None:
+            found.append(catch(lambda: first.wait(first.push({0: gradient([1, 2])}, changed=lambda rows: None))))
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        until(lambda: service.servers[0].state.job.workers[0].busy)
+        successor = service.client(0, client_id=12345)
+        assert successor.watch([0])[0]  # it reads all rows now, as they are before the step
+        second.wait(second.push({0: gradient([3, 4])}))
+        thread.join(20)
+        assert "newer process" in str(found[0])
+        assert successor.watch([0])[1][0][0].tolist() == [1, 2, 3, 4]
+
+
+def test_an_answer_that_cannot_be_made_cuts_one_worker_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Answers._send
+    failed: list[int] = []
+
+    def send(self: Answers, peer: Any, header: Header, answer: Any) -> None:
+        if header.op is Op.PUSH and peer.worker.rank == 0 and not failed:
+            failed.append(1)
+            raise RuntimeError("can't start new thread")
+        real(self, peer, header, answer)
+
+    monkeypatch.setattr(Answers, "_send", send)
+    with serving(transport=SocketTransport(), num_workers=3, mode="sync") as service:
+        clients = [service.client(rank) for rank in range(3)]
+        found: list[Any] = []
+
+        def is_busy(rank: int) -> int:
+            return service.servers[0].state.job.workers[rank].busy
+
+        threads = [threading.Thread(target=lambda c=c: found.append(pushed(c)), daemon=True) for c in clients[:2]]
+        for rank, thread in enumerate(threads):
+            thread.start()
+            until(partial(is_busy, rank))
+        assert (pushed(clients[2]) == -1.0).all()
+        for thread in threads:
+            thread.join(20)
+        assert len(found) == 2
+        assert all((values == -1.0).all() for values in found)
+        assert failed
+
+
 def test_a_large_answer_through_a_socket_gets_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = threads_of_answers(monkeypatch)
     monkeypatch.setattr(answers, "LEAST_BYTES", 0)  # the answers of these tables are small
@@ -258,6 +340,16 @@ def test_steps_are_the_same_whoever_answers(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(True) == run(False)
 
 
+def test_a_worker_with_a_single_processor_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    limits = spins(monkeypatch)
+    with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
+        clients = [service.client(rank) for rank in range(2)]
+        in_threads(lambda: pushed(clients[0]), lambda: pushed(clients[1]))
+        assert clients[0]._links[0]._connection.shares_memory  # type: ignore[union-attr]
+    assert not limits
+
+
 def spins(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Collects the limits of the waits that spin."""
     seen: list[float] = []
@@ -277,6 +369,8 @@ def test_a_worker_spins_only_as_long_as_answers_are_quick(monkeypatch: pytest.Mo
     with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
         first, second = (service.client(rank) for rank in range(2))
         waited = {first: 0.0, second: 0.0}
+        for client in waited:
+            client._links[0]._spin_s = links.SPIN_S  # also where the tests have a single processor
 
         def step(pause_s: float) -> int:
             """Takes a step in which the second worker comes later; returns how many spun."""
