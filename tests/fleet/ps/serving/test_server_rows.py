@@ -91,14 +91,14 @@ def test_refusals() -> None:
 
 def test_servers_of_two_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(2) as service:
-        strange = service.configs[1]
-        monkeypatch.setattr(service.servers[1]._readers, "_config", type(strange)(secret=SECRET, index=1, job="b"))
+        strange, readers = service.configs[1], service.servers[1]._answers._readers
+        monkeypatch.setattr(readers, "_config", type(strange)(secret=SECRET, index=1, job="b"))
         with (
             pytest.raises(ConfigError, match="job 'b', the others are of job ''"),
             reading(service.transport, *endpoints_of(service)),
         ):
             pass
-        monkeypatch.setattr(service.servers[1]._readers, "_config", type(strange)(secret=SECRET, index=0))
+        monkeypatch.setattr(readers, "_config", type(strange)(secret=SECRET, index=0))
         with (
             pytest.raises(ConfigError, match="both server 0, and not each other's standby"),
             reading(service.transport, *endpoints_of(service)),
