@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from fleet.errors import CheckpointError, ConfigError, FleetError
@@ -82,8 +83,7 @@ class Answers:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _answer(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer | Later:
-        def beat(fields: dict[str, Any]) -> None:
-            self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
+        beat = partial(self._say_waiting, peer, header)
 
         def act() -> Answer | Later:
             if peer.reads or (header.op is Op.HELLO and is_reader(body)):
@@ -135,14 +135,14 @@ class Answers:
             except Exception as error:  # this thread has other workers to answer
                 self._give_up(peer, error)
 
-        def beat() -> None:
-            self._send(peer, header, Answer(Status.WAITING, [control_body(answer.account())]))
-
-        late = LateAnswer(peer.worker, answer.step, send, beat)
-        if not self._operations().state.answer_late(late):
+        late = LateAnswer(peer.worker, answer.step, send, lambda: self._say_waiting(peer, header, answer.account()))
+        if not self._operations().state.late.add(late):
             return False
         peer.late = late
         return True
+
+    def _say_waiting(self, peer: ConnectedWorker, header: Header, fields: dict[str, Any]) -> None:
+        self._send(peer, header, Answer(Status.WAITING, [control_body(fields)]))
 
     def _send_or_close(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
         try:

@@ -43,7 +43,7 @@ class LateAnswer:
 
     def is_over(self, timeout_s: float = 0.0) -> bool:
         """Returns whether the answer is sent, or not wanted any longer, within a time."""
-        return self._over.wait(timeout_s) if timeout_s else self._over.is_set()
+        return self._over.wait(timeout_s)
 
     def send(self) -> None:
         """Sends the answer, unless it is over."""
@@ -65,27 +65,33 @@ class LateAnswer:
 
 
 class LateAnswers:
-    """The answers that wait on one server; ``job``'s lock guards them."""
+    """The answers that wait on one server.
 
-    def __init__(self, job: JobState) -> None:
+    Args:
+        job: its lock guards them.
+        is_due: returns whether a step is applied.
+    """
+
+    def __init__(self, job: JobState, is_due: Callable[[int], bool]) -> None:
         self._job = job
+        self._is_due = is_due
         self._waiting: list[LateAnswer] = []
 
-    def add(self, answer: LateAnswer, is_due: Callable[[int], bool]) -> bool:
-        """Leaves ``answer`` to whoever applies its step; returns False if it ``is_due`` now, or the server stops."""
+    def add(self, answer: LateAnswer) -> bool:
+        """Leaves ``answer`` to whoever applies its step; returns False if that is done, or the server stops."""
         with self._job.changed:
-            if is_due(answer.step) or self._job.stopped:
+            if self._is_due(answer.step) or self._job.stopped:
                 return False
             answer.worker.busy += 1
             self._waiting.append(answer)
             return True
 
-    def send(self, is_due: Callable[[int], bool]) -> None:
-        """Sends what ``is_due``; all of it when the server stops."""
+    def send(self) -> None:
+        """Sends the answers whose step is applied; all of them when the server stops."""
         if not self._waiting:
             return
         with self._job.changed:
-            due = [answer for answer in self._waiting if self._job.stopped or is_due(answer.step)]
+            due = [answer for answer in self._waiting if self._job.stopped or self._is_due(answer.step)]
             for answer in due:
                 self._remove(answer)
         for answer in due:

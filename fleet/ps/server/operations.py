@@ -197,8 +197,8 @@ class Operations:
         worker = peer.worker
         if worker is None:
             raise Fenced("the first message of a connection must be HELLO.")
-        if worker.client_id != header.client_id or header.client_id != peer.client_id:
-            raise Fenced(f"worker {worker.rank}: a newer process has taken over this rank; this one must end.")
+        self._job.check_holds(worker, header.client_id)
+        self._job.check_holds(worker, peer.client_id)
         worker.seen = time.monotonic()
         if worker.state == "expired":
             with self._job.changed:
@@ -265,7 +265,7 @@ class Operations:
     def _stop(self, *_: Any) -> Answer:
         with self._job.changed:
             self._job.stop()
-        self.state.send_late()
+        self.state.late.send()
         return Answer()
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -297,9 +297,9 @@ class Operations:
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
         dense = [part for part in parts if part.ids is None]
-        if not state.sync or state.visible_step >= header.step:
-            return self._values(peer, worker, header, dense, beat, status)
         make = partial(self._values, peer, worker, header, dense, beat, status)
+        if not state.sync or state.visible_step >= header.step:
+            return make()
         return Later(header.step, sum(4 * part.n for part in dense), make, partial(self._awaited, header.step))
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:

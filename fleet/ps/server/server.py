@@ -272,7 +272,7 @@ class Server:
         job = self.state.job
         with job.changed:
             job.stop()
-        self.state.send_late()
+        self.state.late.send()
         for thread in (*self._threads, *connections.values()):
             thread.join(5.0)
         if self._publisher is not None:
@@ -429,7 +429,7 @@ class Server:
         finally:
             connection.close()
             if peer is not None and peer.late is not None:
-                self.state.drop_late(peer.late)
+                self.state.late.drop(peer.late)
             with self._lock:
                 self._open.pop(connection, None)
                 self._newcomers.discard(connection)

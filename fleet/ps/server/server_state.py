@@ -39,7 +39,7 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
-from fleet.ps.server.late_answers import LateAnswer, LateAnswers
+from fleet.ps.server.late_answers import LateAnswers
 from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import difference_of_specs
@@ -77,7 +77,7 @@ class ServerState:
         self.on_unrecorded: Callable[[], None] = lambda: None  # called after rows have changed without a record
         self._applying = threading.Lock()
         self._unfinished: int | None = None  # the step whose gradients are being applied now
-        self._late = LateAnswers(job)
+        self.late = LateAnswers(job, lambda step: step <= self.visible_step)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -340,22 +340,7 @@ class ServerState:
         try:
             self._apply_held()
         finally:
-            self.send_late()
-
-    def answer_late(self, answer: LateAnswer) -> bool:
-        """Leaves ``answer`` to the thread that applies its step; returns False if that is done."""
-        return self._late.add(answer, self._is_visible)
-
-    def send_late(self) -> None:
-        """Sends the answers whose step is applied; all of them when the server stops."""
-        self._late.send(self._is_visible)
-
-    def drop_late(self, answer: LateAnswer) -> None:
-        """Forgets an answer whose connection has ended."""
-        self._late.drop(answer)
-
-    def _is_visible(self, step: int) -> bool:
-        return step <= self.visible_step
+            self.late.send()
 
     def _apply_held(self) -> None:
         with self._applying:

@@ -42,15 +42,17 @@ def noted(said: list[str], of: JobState, rank: int = 0, step: int = 1) -> LateAn
 def test_an_answer_is_sent_once_when_its_step_is_due_and_keeps_the_lease_until_then() -> None:
     said: list[str] = []
     state = job()
-    late = LateAnswers(state)
+    applied = 0
+    late = LateAnswers(state, lambda step: step <= applied)
     first, second = noted(said, state), noted(said, state, 1, 2)
-    assert late.add(first, lambda step: False)
-    assert late.add(second, lambda step: False)
+    assert late.add(first)
+    assert late.add(second)
     assert [worker.busy for worker in state.workers] == [1, 1]
     first.beat()
-    late.send(lambda step: step <= 1)
+    applied = 1
+    late.send()
     first.beat()
-    late.send(lambda step: step <= 1)
+    late.send()
     assert said == ["0 1 waits", "0 1"]
     assert [worker.busy for worker in state.workers] == [0, 1]
     assert state.workers[0].seen > 0
@@ -60,26 +62,26 @@ def test_an_answer_is_sent_once_when_its_step_is_due_and_keeps_the_lease_until_t
 
 def test_what_is_due_already_is_not_taken() -> None:
     state = job()
-    late = LateAnswers(state)
-    assert not late.add(noted([], state), lambda step: True)
+    late = LateAnswers(state, lambda step: step <= 1)
+    assert not late.add(noted([], state))
     with state.changed:
         state.stop()
-    assert not late.add(noted([], state), lambda step: False)
+    assert not late.add(noted([], state, step=2))
     assert state.workers[0].busy == 0
 
 
 def test_a_stop_sends_all_and_a_dropped_one_says_nothing_more() -> None:
     said: list[str] = []
     state = job()
-    late = LateAnswers(state)
+    late = LateAnswers(state, lambda step: False)
     kept, dropped = noted(said, state, 0, 9), noted(said, state, 1, 9)
     for answer in (kept, dropped):
-        late.add(answer, lambda step: False)
+        late.add(answer)
     late.drop(dropped)
     late.drop(dropped)
     with state.changed:
         state.stop()
-    late.send(lambda step: False)
+    late.send()
     dropped.send()
     assert said == ["0 9"]
     assert [worker.busy for worker in state.workers] == [0, 0]
