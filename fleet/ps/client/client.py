@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,8 @@ import numpy as np
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.connecting import wait_for_servers
-from fleet.ps.client.link import Link, Request
+from fleet.ps.client.link import Link
+from fleet.ps.client.request import Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
@@ -61,19 +62,27 @@ _DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer
 class Ticket:
     """Requests in progress; :meth:`fleet.ps.client.client.Client.wait` returns their result.
 
-    After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least.
+    After a pull, ``reached`` is the step up to which the answers hold every worker's gradients, at least; ``given`` are
+    the tables whose values the answers brought.
     """
 
     requests: list[tuple[Link, Request]] = field(default_factory=list)
     result: dict[int, Any] = field(default_factory=dict)
     done: bool = False
     reached: int | None = None
+    given: set[int] = field(default_factory=set)
 
 
 def fill(
-    share: list[tuple[TablePart, Target]], ticket: Ticket, changed: TakeChanged | None = None
+    share: list[tuple[TablePart, Target]],
+    ticket: Ticket,
+    changed: TakeChanged | None = None,
+    may_lack: Callable[[int], bool] | None = None,
 ) -> Callable[[Header, memoryview], None]:
-    """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids."""
+    """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids.
+
+    ``may_lack`` says of which tables the answer may bring nothing; it may bring the others in any order.
+    """
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
@@ -82,12 +91,18 @@ def fill(
             found = [(part.table_id, part.ids, part.rows) for part in answered]
             changed({key: (ids, rows) for key, ids, rows in found if ids is not None and rows is not None})
             answered = [part for part in answered if part.ids is None]
-        if len(answered) != len(share):
-            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
-        for part, (asked, target) in zip(answered, share, strict=True):
+        due = share
+        if may_lack is not None:
+            places = {asked.table_id: (asked, target) for asked, target in share}
+            due = [places.pop(part.table_id) for part in answered if part.table_id in places]
+            due += [place for table_id, place in places.items() if not may_lack(table_id)]
+        if len(answered) != len(due):
+            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(due)}.")
+        for part, (asked, target) in zip(answered, due, strict=True):
             if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
                 raise MessageError(f"the answer for table {asked.table_id} has another size.")
             rows = part.rows.reshape(asked.n, asked.dim)
+            ticket.given.add(part.table_id)
             if callable(target):
                 target(rows.reshape(-1))
             elif isinstance(target, tuple):
@@ -317,7 +332,9 @@ class Client:
             ends_step: this is the last push of the step; matters where staleness is bounded.
             positions: of the streams whose events these gradients hold, see :mod:`fleet.ps.server.stream_points`.
             out: what takes the values that dense tables of ``gradients`` have after the step: they come with the
-                answer, which waits for the step as a pull of the next one would.
+                answer, which waits for the step as a pull of the next one would. Of tables that are read where they
+                lie (:meth:`map_values`) the answer brings those that have left that memory; ``given`` of the ticket
+                says which came.
             changed: takes, with each server's answer, the rows that the step and those since the last answer have
                 changed, by watched table; a table that is not there must be pulled once as a whole. They are gone after
                 the call.
@@ -330,6 +347,27 @@ class Client:
         ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {}, changed)
         self.step = max(self.step, step)
         return ticket
+
+    @property
+    def can_map(self) -> bool:
+        """Whether dense values may be read where they lie: by a worker in sync mode, of one server on its machine."""
+        (link, *others) = self._links
+        return not others and link.shares_memory and self.config.wire == "float32" and self.staleness == 0
+
+    @property
+    def maps(self) -> bool:
+        """Whether the server takes it that this worker reads dense values where they lie."""
+        return any(link.mapped for link in self._links)
+
+    def map_values(self, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Reads these dense tables, and no others, where they lie; returns where that is.
+
+        They change there while this worker waits for the answer to its push of a step, and at no other time.
+
+        Raises:
+            PSError: the server cannot offer them.
+        """
+        return self._links[0].map(table_ids)
 
     @contextmanager
     def places(self, table_ids: Sequence[int]) -> Iterator[dict[int, Rows]]:
@@ -513,9 +551,12 @@ class Client:
                     for part in share
                     if part.table_id in out
                 ]
+                pushed = {part.table_id for part in share}
+                others = {key for key in link.mapped if key in out and key not in pushed}
+                asked += [(self.tables[key].dense_parts(None)[link.index], out[key]) for key in others]
                 if asked or changed is not None:
                     request.flags |= MessageFlag.VALUES
-                    request.on_answer = fill(asked, ticket, changed)
+                    request.on_answer = fill(asked, ticket, changed, _left_out(link, others) if link.mapped else None)
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 
@@ -550,3 +591,8 @@ class Client:
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(0.0 if self.config.has_others and link.is_cut else every_s)
+
+
+def _left_out(link: Link, others: Container[int]) -> Callable[[int], bool]:
+    """Returns what says which tables an answer may lack: those read in place, and ``others`` on a new connection."""
+    return lambda table_id: table_id in link.mapped or table_id in others

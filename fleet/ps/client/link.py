@@ -31,12 +31,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps.client.client_config import ONCE, ClientConfig
+from fleet.ps.client.request import Request
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
 from fleet.ps.wire.messages import (
     Buffer,
@@ -45,7 +46,6 @@ from fleet.ps.wire.messages import (
     MessageFlag,
     Op,
     Status,
-    asks_rows,
     control_body,
     decode_control,
     decode_header,
@@ -55,42 +55,11 @@ from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
 from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
-__all__ = ["Link", "Request"]
+__all__ = ["Link"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
 SPIN_S = 0.004  # a step of a small model; see [Note: Spinning]
-
-
-OnAnswer = Callable[[Header, memoryview], None]
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request, until it is answered."""
-
-    op: Op
-    buffers: list[Buffer] = field(default_factory=list)
-    n_tables: int = 0
-    step: int = 0
-    seq: int = 0
-    flags: int = MessageFlag.NONE
-    change: bool = False  # has its own number and is applied once
-    on_answer: OnAnswer | None = None
-    tag: int = 0
-    done: bool = False
-    status: Status = Status.OK
-    error: PSError | None = None
-
-    @property
-    def body_bytes(self) -> int:
-        """The length of the body."""
-        return sum(map(len, self.buffers))
-
-    @property
-    def asks_rows(self) -> bool:
-        """Whether the answer may be large."""
-        return asks_rows(self.op, self.flags)
 
 
 class Link:
@@ -111,6 +80,7 @@ class Link:
         self.index = index
         self.name = f"parameter server {index} ({self.endpoint})"
         self.welcome: dict[str, Any] = {}
+        self.mapped: frozenset[int] = frozenset()  # dense tables whose values are read where they lie
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config = config
@@ -186,6 +156,32 @@ class Link:
         if self._pending or self._connection is None:  # a request without an answer may be sent again from there
             return None
         return self._connection.place_in_memory(size)
+
+    def map(self, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Has these dense tables, and no others, be read where they lie; returns where that is.
+
+        Raises:
+            PSError: the server cannot offer them, or is away for longer than the deadline.
+        """
+        places: dict[int, dict[str, Any]] = {}
+
+        def take(header: Header, body: memoryview) -> None:
+            found = decode_control(body).get("tables")
+            if not isinstance(found, dict) or not all(isinstance(place, dict) for place in found.values()):
+                raise MessageError(f"{self.name} answered MAP with something else than places.")
+            places.update({int(key): place for key, place in found.items()})
+
+        with self.lock:
+            self.mapped = frozenset()
+            self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
+            self.mapped = frozenset(places)
+        return places
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large bodies go through memory now."""
+        connection = self._connection
+        return connection is not None and connection.shares_memory
 
     def finish(self, request: Request) -> Status:
         """Waits for the answer to ``request`` and returns its status.
@@ -407,6 +403,7 @@ class Link:
             connection = self._transport.connect(self.endpoint, self._patience_s)
             self._connection = prove_to_server(connection, self.endpoint, secret, self._patience_s)
             self._in_memory = None
+            self.mapped = frozenset()
             self._greet()
             for request in self._pending:
                 self._transmit(request)

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.ps.server.connected_worker import Answer, ConnectedWorker
 from fleet.ps.server.job_state import Fenced, Refused
 from fleet.ps.server.late_answers import LateAnswer
-from fleet.ps.server.operations import BEAT_S, Answer, ConnectedWorker, Later, Operations
+from fleet.ps.server.operations import BEAT_S, Later, Operations
 from fleet.ps.server.reader_requests import ReaderRequests, is_reader
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.standby.pair import Pair

@@ -5,60 +5,37 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fleet.errors import FleetError
 from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
+from fleet.ps.server.connected_worker import Answer, ConnectedWorker
 from fleet.ps.server.job_state import Fenced, Refused, Worker
-from fleet.ps.server.late_answers import LateAnswer
+from fleet.ps.server.served_table import ServedDense
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
-    Buffer,
     Header,
     MessageFlag,
     Op,
     Status,
     TablePart,
-    asks_rows,
     control_body,
     decode_control,
     decode_parts,
     encode_parts,
-    places_of_rows,
 )
-from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
 
-__all__ = ["BEAT_S", "Answer", "ConnectedWorker", "Later", "Operations"]
+__all__ = ["BEAT_S", "Later", "Operations"]
 
 BEAT_S = 2.0
 STUCK_S = 5.0  # a restarted worker may still be between two barriers
 MAX_CHANNEL = 1 << 16
-
-
-@dataclass(slots=True)
-class Answer:
-    """The status and body of an answer."""
-
-    status: Status = Status.OK
-    buffers: list[Buffer] = field(default_factory=list)
-    n_tables: int = 0
-    flags: int = MessageFlag.NONE
-    step: int | None = None  # the step that the answer holds at least; by default the last one of sync mode
-
-    @property
-    def size(self) -> int:
-        """The length of the body."""
-        return sum(map(len, self.buffers))
 
 
 @dataclass(slots=True)
@@ -69,73 +46,6 @@ class Later:
     size: int  # of its dense values, in bytes
     make: Callable[[], Answer]
     account: Callable[[], dict[str, Any]]  # what the worker is told while it waits
-
-
-class ConnectedWorker:
-    """One connection of a worker, with the buffers it reuses."""
-
-    def __init__(self, connection: Sealed) -> None:
-        self.connection = connection
-        self.worker: Worker | None = None
-        self.channel = 0
-        self.client_id = 0
-        self.reads = ""  # the form in which rows go to a reader; empty: not one
-        self.epoch = 0  # of what the reader reads
-        self.late: LateAnswer | None = None  # of its last push that had to wait for a step
-        self._body = memoryview(bytearray(1 << 16))
-        self.in_memory = False  # the last body lies in memory that the worker shares
-        self._rows = memoryview(bytearray(1 << 16))
-
-    def body(self, size: int) -> memoryview:
-        """Returns the place of the next body: ``size`` bytes; invalidates the previous view."""
-        shared = self.connection.body_in_memory(size)
-        self.in_memory = shared is not None
-        if shared is not None:
-            return shared
-        if size > len(self._body):
-            self._body = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
-        return self._body[:size]
-
-    def kept_body(self, body: memoryview, flags: int) -> memoryview:
-        """Returns the last body so that it stays valid until its step is applied.
-
-        In memory it does where the answer waits for the step: until then the worker leaves it as it is.
-        """
-        if not self.in_memory:
-            self._body = memoryview(b"")
-            return body
-        return body if flags & MessageFlag.VALUES else memoryview(np.frombuffer(body, np.uint8).copy())  # type: ignore[arg-type]
-
-    def place_of(self, answer: Answer, header: Header) -> int:
-        """Returns the flag of an answer that goes into memory: one with rows, see [Note: Memory of a connection]."""
-        in_memory = asks_rows(header.op, header.flags) and self.connection.takes_in_memory(answer.size)
-        return MessageFlag.IN_MEMORY if in_memory else MessageFlag.NONE
-
-    def share(self, place: Any) -> bool | str:
-        """Shares the memory that a worker offers; returns True, or the reason why not."""
-        try:
-            if not self.connection.is_here:
-                raise NotShared("the server does not see that the worker is on its machine.")
-            self.connection.share(SharedBodies.open(place if isinstance(place, dict) else {}))
-        except NotShared as error:
-            return str(error)
-        return True
-
-    def rows(self, shapes: Sequence[tuple[int, int]]) -> list[NDArray[np.float32]]:
-        """Returns an array for the rows of each part of an answer; invalidates the previous ones.
-
-        In memory they lie where the body has them, so that nothing is copied.
-        """
-        starts, whole = places_of_rows([n * dim for n, dim in shapes])
-        place = self.connection.place_in_memory(whole)
-        if place is None:
-            if whole > len(self._rows):
-                self._rows = memoryview(np.empty(whole + whole // 4, np.uint8))  # type: ignore[arg-type]
-            place = self._rows
-        return [
-            np.frombuffer(place, np.float32, n * dim, start).reshape(n, dim)
-            for (n, dim), start in zip(shapes, starts, strict=True)
-        ]
 
 
 Beat = Callable[[dict[str, Any]], None]
@@ -174,6 +84,7 @@ class Operations:
             Op.SET_DENSE: self._change,
             Op.GEO_PULL: self._geo_pull,
             Op.WATCH: self._watch,
+            Op.MAP: self._map,
             Op.BARRIER: self._barrier,
             Op.ALTER: self._alter,
             Op.STAT: self._stat,
@@ -292,15 +203,27 @@ class Operations:
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
             body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
+            peer.reader.waits_for = header.step if header.flags & MessageFlag.VALUES else 0
         parts = state.checked(header, body)
         status = state.change(worker, peer.channel, header, body, parts)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
-        dense = [part for part in parts if part.ids is None]
+        dense = [part for part in parts if part.ids is None and part.table_id not in peer.mapped]
         make = partial(self._values, peer, worker, header, dense, beat, status)
         if not state.sync or state.visible_step >= header.step:
             return make()
         return Later(header.step, sum(4 * part.n for part in dense), make, partial(self._awaited, header.step))
+
+    def _map(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        asked = decode_control(body).get("tables")
+        if not isinstance(asked, list) or not all(type(key) is int for key in asked):
+            raise Refused("MAP takes a list of tables.")
+        if not self.state.sync or not peer.connection.shares_memory:
+            raise Refused("values are read where they lie in sync mode, by workers that share memory with the server.")
+        peer.mapped = set()  # also where this is refused
+        places = self.state.offer(peer.reader, asked)
+        peer.mapped = set(places)
+        return Answer(buffers=[control_body({"tables": {str(key): place for key, place in places.items()}})])
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         reached, answers = self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
@@ -317,13 +240,24 @@ class Operations:
         beat: Beat,
         status: Status,
     ) -> Answer:
-        """Returns what a worker needs after its push of a step, which is applied then."""
+        """Returns what a worker needs after its push of a step, which is applied then.
+
+        Values that it reads where they lie are there; it gets those of tables that have left its memory.
+        """
+        left = [key for key in sorted(peer.mapped) if not self._dense(key).is_read_by(peer.reader)]
+        peer.mapped.difference_update(left)
+        dense = dense + [TablePart(key, self._dense(key).table.config.size, 1) for key in left]
         reached, answers = self._rows(peer, worker, header, dense, beat)
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
         answers += rows_after_push(self.state, worker.rank, peer.client_id, header.seq, room)
         answer = self._rows_answer(answers, header)
         answer.step, answer.status = reached, status
         return answer
+
+    def _dense(self, table_id: int) -> ServedDense:
+        table = self.state.table(table_id)
+        assert isinstance(table, ServedDense)
+        return table
 
     def _rows(
         self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.ps.server.connected_worker import Answer, ConnectedWorker
 from fleet.ps.server.job_state import Refused
-from fleet.ps.server.operations import Answer, ConnectedWorker
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState

@@ -18,6 +18,7 @@ from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.offered_row import OfferedRow, TableReader
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
 from fleet.ps.table.ids import UniqueKeys, mean_of, sum_rows
@@ -154,8 +155,8 @@ class ServedTable(Protocol):
     def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
         """Writes the rows of ``part`` to ``out``."""
 
-    def push(self, part: TablePart, lsn: int = 0) -> None:
-        """Applies a gradient, which is record ``lsn``."""
+    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
+        """Applies a gradient, which is record ``lsn``; workers wait for it where it is that of a ``step``."""
 
     def add(self, part: TablePart, lsn: int = 0) -> None:
         """Adds deltas, which are record ``lsn``."""
@@ -224,7 +225,7 @@ class ServedSparse:
         assert part.ids is not None
         self.table.pull(part.ids, out, create=create)
 
-    def push(self, part: TablePart, lsn: int = 0) -> None:
+    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
         """Applies a gradient, which is record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
@@ -340,10 +341,10 @@ class ServedDense:
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 
-    def push(self, part: TablePart, lsn: int = 0) -> None:
-        """Applies a gradient."""
+    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
+        """Applies a gradient, that of ``step`` where workers wait for it."""
         assert part.rows is not None
-        self.table.push(part.rows.reshape(-1))
+        self.table.push(part.rows.reshape(-1), step)
 
     def add(self, part: TablePart, lsn: int = 0) -> None:
         """Adds deltas."""
@@ -357,6 +358,32 @@ class ServedDense:
     def erase(self, part: TablePart) -> None:
         """Not possible for dense values."""
         raise AssertionError("a dense table has no victims")
+
+    def offer(self, reader: TableReader) -> dict[str, Any]:
+        """Lets ``reader`` read the values where they lie; returns where that is.
+
+        Raises:
+            NotShared: there is no memory for it.
+        """
+        found: dict[str, Any] = {}
+
+        def use(memory: OfferedRow) -> None:
+            memory.readers.add(reader)
+            found.update(memory.place)
+
+        self.table.lie_in(OfferedRow, use)
+        return found
+
+    def is_read_by(self, reader: TableReader) -> bool:
+        """Returns whether the table lies where ``reader`` reads it."""
+        memory = self.table.memory
+        return isinstance(memory, OfferedRow) and reader in memory.readers
+
+    def forget(self, reader: TableReader) -> None:
+        """Notes that ``reader`` reads the values no longer."""
+        memory = self.table.memory
+        if isinstance(memory, OfferedRow):
+            memory.readers.discard(reader)
 
     def set_values(self, part: TablePart) -> None:
         """Replaces the values."""

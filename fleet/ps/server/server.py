@@ -20,12 +20,13 @@ from contextlib import suppress
 from fleet.errors import FleetError, PSError
 from fleet.ps.publishing.publisher import Publisher, boot_id
 from fleet.ps.server.answers import Answers
+from fleet.ps.server.connected_worker import ConnectedWorker
 from fleet.ps.server.folder_lock import FolderLock
 from fleet.ps.server.job_state import JobState, Refused
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.measures import Summary
 from fleet.ps.server.newcomers import Complaints, Newcomers, host_of
-from fleet.ps.server.operations import ConnectedWorker, Operations
+from fleet.ps.server.operations import Operations
 from fleet.ps.server.reader_requests import ReaderRequests
 from fleet.ps.server.served_table import make_served_table
 from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, connections_allowed

@@ -40,7 +40,8 @@ from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
 from fleet.ps.server.late_answers import LateAnswers
-from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
+from fleet.ps.server.offered_row import TableReader
+from fleet.ps.server.served_table import ServedDense, ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import difference_of_specs
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
@@ -145,6 +146,22 @@ class ServerState:
             for table in tables:
                 stack.enter_context(table.gate.shared())
             yield
+
+    def offer(self, reader: TableReader, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Lets ``reader`` read dense tables where they lie, and no others; returns where that is.
+
+        Raises:
+            Refused: one of them is sparse, or does not exist.
+            NotShared: there is no memory for them.
+        """
+        for served in self.tables.values():
+            if isinstance(served, ServedDense):
+                served.forget(reader)
+        tables = {table_id: self.table(table_id) for table_id in table_ids}
+        dense = {table_id: table for table_id, table in tables.items() if isinstance(table, ServedDense)}
+        if len(dense) < len(tables):
+            raise Refused(f"tables {sorted(set(tables) - set(dense))} are sparse: their rows move.")
+        return {table_id: table.offer(reader) for table_id, table in dense.items()}
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -263,11 +280,12 @@ class ServerState:
             ends_step = not record.flags & MessageFlag.NO_CLOCK
             worker.points.note(record.step, positions, tables, ends_step)
 
-    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
+    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int, step: int = 0) -> None:
+        """Applies a change; ``step`` is its number where its workers wait for it."""
         for part in parts:
             table = self.tables[part.table_id]
             if kind == RecordKind.PUSH:
-                table.push(part, lsn)
+                table.push(part, lsn, step)
             elif kind == RecordKind.ADD:
                 table.add(part, lsn)
             else:
@@ -361,7 +379,7 @@ class ServerState:
                         self._note_merged(merged)
                         takes = self.job.recorder.takes
                     try:
-                        self._apply(RecordKind.PUSH, merged, lsn)
+                        self._apply(RecordKind.PUSH, merged, lsn, step)
                         self._evict([part.table_id for part in merged])
                     except BaseException as error:
                         self._fail(error)

@@ -86,6 +86,7 @@ class Op(IntEnum):
     SNAPSHOT = 16
     FOLLOW = 17  # of a standby to its server, see fleet.ps.standby.carried
     WATCH = 18  # as GEO_PULL, and of pushes too; step 1 in the answer: all rows must be read once
+    MAP = 19  # where dense tables lie, see fleet.ps.server.offered_row
 
 
 class MessageFlag:

@@ -5,11 +5,9 @@ memory. The receiver reads it there, so nothing is sent, hashed or copied. The s
 write to the memory can write to the processes, too.
 
 [Note: Memory of a connection]
-The worker makes the memory when it connects, after both proofs: a file without a name (memfd), which no folder holds,
-no limit of ``/dev/shm`` applies to, and which goes with the last process that has it open, however that ends. HELLO
-tells the server where the worker has it open and a random word that is part of its name; the server opens it through
-``/proc``, which the system allows the same user alone, and checks word, owner and size. A server that cannot (another
-user, a container with processes of its own, a system without memfd) says why, and all bodies travel on the socket.
+The worker makes the memory when it connects, after both proofs (:mod:`fleet.ps.wire.memory_file`), and HELLO tells the
+server where it is. A server that cannot open it (another user, a container with processes of its own, a system without
+memfd) says why, and all bodies travel on the socket.
 
 Each direction has one place, so the next body may be written once the other end has done with the last one. A worker's
 request is done with when it is answered: the server copies what it keeps for longer. Rows are done with when the worker
@@ -21,31 +19,22 @@ the connection ends: a connection takes as much memory as its largest body in ea
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import secrets
-import stat
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fleet.errors import PSError
+from fleet.ps.wire.memory_file import NotShared, make_memory, open_memory
 from fleet.ps.wire.messages import Buffer
 
 __all__ = ["LEAST_BYTES", "ROOM_BYTES", "NotShared", "SharedBodies"]
 
 LEAST_BYTES = 1 << 12  # up to here a body costs less on the socket
 ROOM_BYTES = 1 << 26  # of each direction; larger bodies go by the socket
-_NAME = "fleet-ps-{}"
-_WORD_BYTES = 16
 MOST_OPENED = 64  # of other processes at a time: each takes a descriptor, and up to twice ROOM_BYTES of memory
-
-
-class NotShared(PSError):
-    """Both ends cannot use the same memory."""
 
 
 class SharedBodies:
@@ -65,22 +54,14 @@ class SharedBodies:
         Raises:
             NotShared: this system has no such memory, or none is left.
         """
-        word = secrets.token_hex(_WORD_BYTES)
+        fd, place = make_memory(2 * ROOM_BYTES)
         try:
-            fd = os.memfd_create(_NAME.format(word), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (AttributeError, OSError) as error:
-            raise NotShared(f"no memory to share: {error}.") from None
-        try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, 2 * ROOM_BYTES)
-            # Nobody can shorten it, which would end a process that reads behind the end.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             made = cls(fd, is_server=False)
-            made._fd = fd
-            return made, {"pid": os.getpid(), "fd": fd, "word": word}
         except (OSError, ValueError) as error:
             os.close(fd)
             raise NotShared(f"no memory to share: {error}.") from None
+        made._fd = fd
+        return made, place
 
     @classmethod
     def open(cls, place: Mapping[str, Any]) -> SharedBodies:
@@ -89,25 +70,10 @@ class SharedBodies:
         Raises:
             NotShared: it is not there, or not what it should be.
         """
-        pid, number, word = (place.get(name) for name in ("pid", "fd", "word"))
-        if type(pid) is not int or type(number) is not int or not isinstance(word, str):
-            raise NotShared("the place of the memory is malformed.")
-        if len(word) != 2 * _WORD_BYTES or not word.isalnum() or pid < 1 or number < 0:
-            raise NotShared("the place of the memory is malformed.")
         if len(_opened) >= MOST_OPENED:
             raise NotShared(f"the server shares memory with {len(_opened)} workers already.")
-        path = f"/proc/{pid}/fd/{number}"
+        fd = open_memory(place, 2 * ROOM_BYTES, writes=True)
         try:
-            if os.readlink(path) != f"/memfd:{_NAME.format(word)} (deleted)":
-                raise NotShared("the server sees other processes than the worker.")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise NotShared(f"the server cannot open the worker's memory: {error.strerror}.") from None
-        try:
-            found = os.fstat(fd)
-            own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == 2 * ROOM_BYTES
-            if not own or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise NotShared("the worker's memory is not one that this user made for it.")
             made = cls(fd, is_server=True)
             _opened.add(made)
             return made

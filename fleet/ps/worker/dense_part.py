@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fleet.ps.client.shards import Rows
 from fleet.ps.table.dense_table import DenseTableConfig
 
-__all__ = ["DensePart", "GroupPlace"]
+__all__ = ["DensePart", "GroupPlace", "is_plain"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DensePart:
     @torch.no_grad()
     def assign(self, values: Rows, start: int = 0) -> None:
         """Copies ``values`` into the parameters, from element ``start`` of all."""
-        if start == 0 and len(values) == self.config.size and all(map(_is_plain, self.parameters)):
+        if start == 0 and len(values) == self.config.size and all(map(is_plain, self.parameters)):
             self._assign_plain(values)
             return
         whole = torch.from_numpy(values)
@@ -107,7 +107,8 @@ class DensePart:
         increment_version(self.parameters)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Returns whether it is float32, strided and in the memory of the CPU."""
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.client.link import Link, Request
+from fleet.ps.client.link import Link
+from fleet.ps.client.request import Request
 from fleet.ps.server.job_state import Channel, Fenced, JobState, Refused
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.server_config import ServerConfig

@@ -13,7 +13,8 @@ from torch import nn
 from fleet.errors import PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.client.link import Link, Request
+from fleet.ps.client.link import Link
+from fleet.ps.client.request import Request
 from fleet.ps.table import ids
 from fleet.ps.wire.messages import Op
 from fleet.ps.worker.served_embedding import serve_embeddings

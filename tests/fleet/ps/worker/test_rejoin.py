@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fleet.errors import PSError
-from fleet.ps.client.link import Request
+from fleet.ps.client.request import Request
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.wire.messages import Op
 from fleet.ps.worker.trainer import SAVE, Trainer

@@ -1,0 +1,268 @@
+"""MappedParameters: dense parameters of a worker whose memory is that of the server's tables.
+
+[Note: Parameters in the server's memory]
+See :mod:`fleet.ps.server.offered_row` for when a server changes what workers read. Here each dense table has a range of
+pages, in which its parameters lie once and for all, so that views and arrays of them stay valid. :meth:`attach` maps
+the table's memory over the range, privately: what the script writes goes to a copy of the page, which no other process
+sees and which follows the server no longer. The system knows which pages are such copies (``/proc/self/pagemap``), so a
+write is found exactly (:meth:`is_written`), and :meth:`restore` gives such pages back. :meth:`detach` makes all pages
+copies: the values stay as they are, whatever the server does. It comes before everything that would read them while
+they change: the end of training, a fork (a child does not follow the server), a step that fails.
+
+Parameters move into the range when nothing else holds their memory; a view from before would not follow them. If some
+do not, all are copied as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from fleet.ps.client.shards import Rows
+from fleet.ps.wire.memory_file import NotShared, open_memory
+from fleet.ps.worker.dense_part import DensePart, is_plain
+
+__all__ = ["LEAST_MAPPED_BYTES", "MappedParameters"]
+
+LEAST_MAPPED_BYTES = 1 << 16  # copying less is as fast as asking the system what was written
+_COUNT_BYTES = 8
+_ENTRY_BYTES = 8  # of the page map: one number for each page
+_FILE_BIT = 61  # of it: the page is the file's; the two bits above it: it is in memory, it is in swap
+_PATIENCE_S = 0.5  # for a server that is changing the values
+_SHARED_REFERENCES = 2  # to the memory of a parameter that nothing else holds: its own, and the one that asks
+_changing = threading.RLock()  # a fork waits for who attaches or detaches
+_living: weakref.WeakSet[MappedParameters] = weakref.WeakSet()
+
+
+class MappedParameters:
+    """The parameters of some dense tables, which may lie in the server's memory.
+
+    Args:
+        parts: the tables.
+    """
+
+    def __init__(self, parts: Sequence[DensePart]) -> None:
+        self._parts = parts
+        self._ranges: dict[int, _Range] = {}
+        self._pointers: list[tuple[nn.Parameter, int]] = []
+        self._pages = -1
+        self._faults = -1  # of this process, when nothing was written
+        self.is_attached = False
+        _living.add(self)
+
+    def place(self) -> bool:
+        """Moves the parameters to their ranges, if they are not there; returns whether they are."""
+        if self._pointers:
+            return self._lie_there()
+        parameters = [p for part in self._parts for p in part.parameters]
+        if 4 * sum(p.numel() for p in parameters) < LEAST_MAPPED_BYTES or not all(map(_can_move, parameters)):
+            return False
+        for part in self._parts:
+            own = self._ranges[part.table_id] = _Range(part.config.size)
+            part.values(own.values)
+            at = 0
+            for parameter in part.parameters:
+                place = torch.from_numpy(own.values[at : at + parameter.numel()].reshape(parameter.shape))
+                parameter.data = place
+                self._pointers.append((parameter, place.data_ptr()))
+                at += parameter.numel()
+        return True
+
+    def attach(self, places: Mapping[int, Mapping[str, Any]]) -> None:
+        """Maps the memory of the tables over the ranges; the parameters have the server's values then.
+
+        Raises:
+            NotShared: it cannot be mapped; the parameters keep their values.
+        """
+        with _changing:
+            try:
+                if set(places) != set(self._ranges):
+                    raise NotShared(f"the server offers tables {sorted(places)} of {sorted(self._ranges)}.")
+                for table_id, place in places.items():
+                    self._ranges[table_id].attach(place)
+                if self._pages < 0:
+                    self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+                self._faults = -1
+                self._try_out()
+                self.is_attached = True
+            except (OSError, ValueError) as error:
+                self.detach()
+                raise NotShared(f"the values cannot be mapped: {error}.") from None
+            except NotShared:
+                self.detach()
+                raise
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Tells torch that the values of the parameters have changed."""
+        increment_version([p for part in self._parts for p in part.parameters])
+
+    def detach(self) -> None:
+        """Makes the values the worker's own; they stay as they are, from before or after a step that is being taken."""
+        with _changing:
+            for own in self._ranges.values():
+                own.detach()
+            self.is_attached = False
+            if self._pages >= 0:
+                os.close(self._pages)
+                self._pages = -1
+
+    def holds(self) -> bool:
+        """Returns whether the parameters lie in the server's memory."""
+        return self.is_attached and self._lie_there()
+
+    def is_written(self) -> bool:
+        """Returns whether something was written to the parameters since the pages were the server's.
+
+        The first write to a page is a page fault, so there was none if this process has had no fault since the last
+        look; looking takes 70 us for 2 MB whose page table is not in the caches.
+        """
+        faults = _num_faults()
+        if faults == self._faults:
+            return False
+        if any(own.is_written(self._pages) for own in self._ranges.values()):
+            return True
+        self._faults = faults
+        return False
+
+    def restore(self) -> None:
+        """Drops what was written: the parameters have the server's values."""
+        for own in self._ranges.values():
+            own.restore()
+
+    def given(self) -> dict[int, Rows]:
+        """Returns the server's values by table, float32 [size], read-only; they change as the server's do."""
+        return {table_id: own.given for table_id, own in self._ranges.items() if own.given is not None}
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _lie_there(self) -> bool:
+        return all(parameter.data_ptr() == place for parameter, place in self._pointers)
+
+    def _try_out(self) -> None:
+        """Raises NotShared unless the system tells which pages were written."""
+        was = self.is_written()
+        for own in self._ranges.values():
+            own.touch(1)
+        found = self.is_written()
+        self.restore()
+        if was or not found or self.is_written():
+            raise NotShared("this system does not tell which pages of a process were written.")
+
+    def __del__(self) -> None:
+        if self._pages >= 0:
+            os.close(self._pages)
+
+
+class _Range:
+    """The pages of one table's values, float32 [size]."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = max(1, -(-4 * size // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._whole = np.frombuffer(mmap.mmap(-1, self._bytes), np.uint8)
+        self._at = int(self._whole.__array_interface__["data"][0])
+        self.values = self._whole[: 4 * size].view(np.float32)
+        self._entries = np.zeros(self._bytes // mmap.PAGESIZE, np.uint64)
+        self._entry_bytes = memoryview(self._entries).cast("B")  # type: ignore[arg-type]
+        self.given: Rows | None = None  # the server's values, also while this range has its own
+        self._count: Any = None
+
+    def attach(self, place: Mapping[str, Any]) -> None:
+        size = place.get("bytes")
+        if type(size) is not int or size < self._bytes or size % mmap.PAGESIZE:
+            raise NotShared(f"the server offers {size!r} bytes for values of {self._bytes}.")
+        fd = open_memory(place, size, writes=False)
+        try:
+            file = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+            _map_over(self._at, self._bytes, fd)
+        finally:
+            os.close(fd)
+        self.given = file[: self.values.nbytes].view(np.float32)
+        self._count = file[-_COUNT_BYTES:].view(np.int64)
+
+    def touch(self, pages: int | None = None) -> None:
+        """Makes the first ``pages`` pages copies, all by default; their values stay."""
+        self._whole[:: mmap.PAGESIZE][:pages] |= 0
+
+    def detach(self) -> None:
+        if self.given is None:
+            return
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            before = int(self._count[0])
+            if before % 2 == 0 or time.monotonic() > end:
+                self.touch()
+                if before == int(self._count[0]) or time.monotonic() > end:
+                    break
+                self.restore()
+            else:
+                time.sleep(0.0001)
+        self.given = self._count = None
+
+    def is_written(self, pages: int) -> bool:
+        os.preadv(pages, [self._entry_bytes], self._at // mmap.PAGESIZE * _ENTRY_BYTES)
+        bits = self._entries >> np.uint64(_FILE_BIT)
+        return bool(((bits > 0) & (bits & np.uint64(1) == 0)).any())
+
+    def restore(self) -> None:
+        if _libc().madvise(self._at, self._bytes, _DONT_NEED):
+            raise OSError(ctypes.get_errno(), "madvise")
+
+
+_DONT_NEED = 4
+_MAP_FIXED = 16
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+def _map_over(at: int, size: int, fd: int) -> None:
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    if _libc().mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != at:
+        raise OSError(ctypes.get_errno(), "mmap")
+
+
+def _num_faults() -> int:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
+
+
+def _can_move(parameter: nn.Parameter) -> bool:
+    """Returns whether nothing but the parameter holds its memory."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or sys.platform != "linux" or type(parameter) is not nn.Parameter:
+        return False
+    if not is_plain(parameter) or not parameter.is_contiguous():
+        return False
+    storage = parameter.untyped_storage()
+    return bool(count(storage._cdata) <= _SHARED_REFERENCES)
+
+
+def _before_fork() -> None:
+    _changing.acquire()
+    for mapped in list(_living):
+        if mapped.is_attached:
+            mapped.detach()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_changing.release, after_in_child=_changing.release)

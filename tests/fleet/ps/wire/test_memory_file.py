@@ -1,0 +1,42 @@
+"""Memory that two processes of one user share: found by its word alone, of the right size, and not to be shortened."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import pytest
+
+from fleet.ps.wire.memory_file import NotShared, make_memory, open_memory
+
+
+def test_what_is_opened_for_reading_cannot_be_written() -> None:
+    fd, place = make_memory(8192)
+    other = open_memory(place, 8192, writes=False)
+    os.pwrite(fd, b"abc", 4096)
+    assert os.pread(other, 3, 4096) == b"abc"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(other, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(other, 8192, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 4096)
+    os.close(fd)
+    os.close(other)
+    with pytest.raises(NotShared):
+        open_memory(place, 8192, writes=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"word": "0" * 32}, {"word": 7}, {"pid": "1"}, {"pid": -1}, {"fd": -1}, {"fd": True}, {"fd": 1 << 30}, {"pid": 0}],
+)
+def test_another_place_is_refused(wrong: dict[str, Any]) -> None:
+    fd, place = make_memory(4096)
+    with pytest.raises(NotShared):
+        open_memory({**place, **wrong}, 4096, writes=True)
+    with pytest.raises(NotShared, match="not memory that this user made"):
+        open_memory(place, 8192, writes=True)
+    os.close(open_memory(place, 4096, writes=True))
+    os.close(fd)

@@ -1,0 +1,493 @@
+"""Dense parameters that lie in the server's memory: as plain torch, whatever scripts, servers and workers do (L.1)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fleet
+from fleet.errors import ConfigError, PSError
+from fleet.facade import Fleet
+from fleet.ps.server.offered_row import OfferedRow
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
+from fleet.ps.wire.memory_file import NotShared
+from fleet.ps.worker import mapped_parameters
+from fleet.ps.worker.exchange_modes import SyncExchange
+from fleet.ps.worker.mapped_parameters import MappedParameters
+from tests.helpers.served import ServedJob, run_job, strategy_of
+
+RATE = 0.05
+_SEEDING = threading.Lock()
+
+
+class Net(nn.Module):
+    """A table, and more than 64 KiB of dense parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with _SEEDING:
+            torch.manual_seed(0)
+            self.emb = nn.Embedding(50, 8, sparse=True)
+            self.hidden = nn.Linear(8, 200)
+            self.middle = nn.Linear(200, 100)
+            self.out = nn.Linear(100, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.emb(ids).relu() if ids.ndim == 1 else self.emb(ids).sum(1)
+        return self.out(self.middle(self.hidden(hidden).relu()).relu())
+
+    def dense(self) -> list[nn.Parameter]:
+        return [*self.hidden.parameters(), *self.middle.parameters(), *self.out.parameters()]
+
+
+def ids_of(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return (model(ids) - ids[:, None].float() / 50).square().mean()
+
+
+def plain(steps: int, ranks: int, optimizer: Callable[..., Any] = torch.optim.SGD, **options: Any) -> Net:
+    """Trains in one process on all the data."""
+    net = Net()
+    made = optimizer(net.parameters(), RATE, **options)
+    for step in range(steps):
+        made.zero_grad()
+        (sum(loss_of(net, ids_of(step, rank)) for rank in range(ranks)) / ranks).backward()
+        made.step()
+    return net
+
+
+def differs(net: nn.Module, other: nn.Module) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(net.dense(), other.dense(), strict=True))  # type: ignore[operator]
+
+
+def mapped_of(own: Fleet) -> MappedParameters:
+    found: MappedParameters = own.session.server_job.trainer.plan.mapped
+    return found
+
+
+class Job(ServedJob):
+    """One worker, with its server inside."""
+
+    def __init__(self) -> None:
+        super().__init__("sync", Net, RATE)
+        self.mapped = mapped_of(self.own)
+        self.count = 0
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, ids_of(self.count)).backward()
+        self.optimizer.step()
+        self.count += 1
+
+    def is_right(self) -> bool:
+        return differs(self.net, plain(self.count, 1)) < 1e-6
+
+
+@pytest.fixture
+def job() -> Any:
+    made = Job()
+    yield made
+    made.own.session.close()
+
+
+def run_workers(work: Callable[[Fleet, int, Net, Any, Any], Any], num_workers: int = 2, **job: Any) -> list[Any]:
+    """Runs ``work(fleet, rank, net, model, optimizer)`` on each worker, after ``init_worker``."""
+
+    def run(own: Fleet, rank: int) -> Any:
+        strategy = strategy_of("sync")
+        net = Net()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), strategy)
+        model = own.distributed_model(net)
+        own.init_worker()
+        found = work(own, rank, net, model, optimizer)
+        own.stop_worker()
+        return found
+
+    return run_job(run, num_workers=num_workers, strategy=strategy_of("sync"), **job)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, ids_of(step, rank)).backward()
+        optimizer.step()
+
+
+# -- what scripts see ------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_read_the_servers_memory_and_train_as_plain_torch() -> None:
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        mapped = mapped_of(own)
+        assert mapped.holds()
+        taken: list[int] = []
+        exchange = own.session.server_job.trainer._exchange
+        assert isinstance(exchange, SyncExchange)
+        take = exchange._take
+        exchange._take = lambda *given, **start: (taken.append(1), take(*given, **start))  # type: ignore[method-assign]
+        train(model, optimizer, range(20), rank)
+        assert mapped.holds()
+        assert not taken  # no answer brought values
+        return copy.deepcopy(net)
+
+    first, second = run_workers(work)
+    assert differs(first, second) == 0.0
+    assert differs(first, plain(20, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
+def test_rules_with_a_state_change_values_alone(optimizer: Any) -> None:
+    def work(own: Fleet, rank: int) -> Any:
+        net = Net()
+        net.emb.weight.requires_grad_(False)
+        trained = own.distributed_optimizer(optimizer(net.dense(), RATE), strategy_of("sync"))
+        model = own.distributed_model(net)
+        own.init_worker()
+        train(model, trained, range(6), rank)
+        assert mapped_of(own).holds()
+        own.stop_worker()
+        return net
+
+    nets = run_job(work, num_workers=2, strategy=strategy_of("sync"))
+    wanted = Net()
+    wanted.emb.weight.requires_grad_(False)
+    made = optimizer(wanted.dense(), RATE)
+    for step in range(6):
+        made.zero_grad()
+        (sum(loss_of(wanted, ids_of(step, rank)) for rank in range(2)) / 2).backward()
+        made.step()
+    assert max(differs(net, wanted) for net in nets) < 1e-5
+
+
+def test_views_and_arrays_of_parameters_follow(job: Job) -> None:
+    view, array = job.net.middle.weight.data, job.net.out.weight.detach().numpy()
+    job.step()
+    assert torch.equal(view, job.net.middle.weight)
+    assert np.array_equal(array, job.net.out.weight.detach().numpy())
+    assert job.is_right()
+
+
+def test_what_holds_a_parameter_from_before_keeps_following() -> None:
+    """Its memory cannot move then, so values are copied into it."""
+    net = Net()
+    view = net.middle.weight.data
+    job = ServedJob("sync", lambda: net, RATE)
+    assert not mapped_of(job.own).is_attached
+    train(job.model, job.optimizer, range(20), 0)  # longer than it tries
+    assert torch.equal(view, net.middle.weight)
+    assert differs(net, plain(20, 1)) < 1e-6
+    job.end()
+
+
+def test_memory_moves_once_nothing_holds_it() -> None:
+    net = Net()
+    views = [net.middle.weight.data]
+    job = ServedJob("sync", lambda: net, RATE)
+    train(job.model, job.optimizer, range(2), 0)
+    assert not mapped_of(job.own).is_attached
+    views.clear()
+    train(job.model, job.optimizer, range(2, 6), 0)
+    assert mapped_of(job.own).holds()
+    assert differs(net, plain(6, 1)) < 1e-6
+    job.end()
+
+
+def test_parameters_stay_when_training_ends(job: Job) -> None:
+    for _ in range(3):
+        job.step()
+    job.own.stop_worker()
+    assert job.is_right()
+    with torch.no_grad():
+        job.net.out.weight.zero_()  # they are the script's again
+    assert float(job.net.out.weight.detach().abs().max()) == 0.0
+
+
+def test_each_parameter_is_saved_for_itself(job: Job) -> None:
+    job.step()
+    file = io.BytesIO()
+    torch.save(job.net.out.weight.detach(), file)
+    assert len(file.getvalue()) < 4000
+    pointers = {p.untyped_storage().data_ptr() for p in job.net.dense()}
+    assert len(pointers) == len(job.net.dense())  # safetensors refuses parameters that share their memory
+
+
+def test_a_graph_from_before_a_step_is_refused_as_in_plain_torch(job: Job) -> None:
+    loss = loss_of(job.model, ids_of(0))
+    job.step()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed"):
+        loss.backward()
+
+
+# -- writes ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_write_is_found(job: Job) -> None:
+    """Also one of a single element through ``.data``, which torch does not count."""
+    for place in (0, 7, 12_345):
+        job.step()
+        was = float(job.net.middle.weight.data.view(-1)[place])
+        job.net.middle.weight.data.view(-1)[place] = 5.0
+        with pytest.raises(ConfigError, match=rf"middle\.weight.*element {place} is 5"):
+            job.step()
+        job.net.middle.weight.data.view(-1)[place] = was
+    job.optimizer.zero_grad()
+    job.count = 3
+    job.step()
+    assert job.is_right()
+
+
+def test_what_is_taken_back_passes_and_others_do_not_see_it() -> None:
+    """Sharpness-aware steps of one worker; the other one computes with the servers' values meanwhile."""
+    both = threading.Barrier(2)
+
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        for step in range(8):
+            optimizer.zero_grad()
+            both.wait(30)
+            if rank == 0 and step % 2:
+                for parameter in net.dense():
+                    parameter.data.add_(1.0)
+            both.wait(30)
+            if rank == 1:
+                loss_of(model, ids_of(step, rank)).backward()
+            both.wait(30)
+            if rank == 0 and step % 2:
+                for parameter in net.dense():
+                    parameter.data.sub_(1.0)
+            if rank == 0:
+                loss_of(model, ids_of(step, rank)).backward()
+            optimizer.step()
+        return copy.deepcopy(net), mapped_of(own).holds()
+
+    (first, _), (second, is_mapped) = run_workers(work)
+    assert is_mapped
+    assert differs(first, second) == 0.0
+    assert differs(second, plain(8, 2)) < 1e-5  # worker 0's gradients have rounding errors of its numbers
+
+
+def test_a_script_that_writes_before_each_step_has_copies(job: Job) -> None:
+    for step in range(6):
+        kept = [p.detach().clone() for p in job.net.dense()]
+        for parameter in job.net.dense():
+            parameter.data.mul_(2.0)
+        for parameter, value in zip(job.net.dense(), kept, strict=True):
+            parameter.data.copy_(value)
+        job.step()
+        assert job.mapped.is_attached == (step < 1)
+    assert job.is_right()
+
+
+def test_another_tensor_in_a_parameter_gets_the_next_values(job: Job) -> None:
+    job.step()
+    job.net.middle.weight.data = job.net.middle.weight.data.clone()
+    for _ in range(3):
+        job.step()
+    assert job.is_right()
+    assert not job.mapped.holds()
+
+
+# -- who reads while values change -----------------------------------------------------------------------------------
+
+
+def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
+    stood, done = threading.Event(), threading.Event()
+
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        train(model, optimizer, range(2), rank)
+        seen = []
+        if rank == 0:  # has fewer batches
+
+            def look() -> None:
+                stood.wait(30)
+                while not done.is_set():
+                    seen.append([p.detach().clone() for p in net.dense()])
+
+            thread = threading.Thread(target=look)
+            thread.start()
+            stood.set()
+            own.barrier_worker()
+            thread.join()
+        else:
+            stood.wait(30)
+            train(model, optimizer, range(2, 12), rank)
+            done.set()
+            own.barrier_worker()
+        after = copy.deepcopy(net)
+        train(model, optimizer, range(12, 15), rank)
+        return seen, after, copy.deepcopy(net), mapped_of(own).holds()
+
+    (seen, first, first_end, _), (_, second, second_end, is_mapped) = run_workers(work)
+    before = [p.detach() for p in plain(2, 2).dense()]
+    assert len(seen) > 3
+    for values in seen:
+        for value, wanted in zip(values, before, strict=True):
+            assert float((value - wanted).abs().max()) < 1e-6
+    assert differs(first, second) == differs(first_end, second_end) == 0.0
+    assert is_mapped
+
+
+def test_a_worker_that_has_ended_keeps_its_values_while_others_step() -> None:
+    ended, done = threading.Event(), threading.Event()
+    kept: list[bool] = []
+
+    def run(own: Fleet, rank: int) -> None:
+        net = Net()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), strategy_of("sync"))
+        model = own.distributed_model(net)
+        own.init_worker()
+        train(model, optimizer, range(3), rank)
+        if rank == 0:
+            own.stop_worker()
+            ended.set()
+            assert done.wait(30)
+            kept.append(differs(net, plain(3, 2)) < 1e-6)
+        else:
+            assert ended.wait(30)
+            train(model, optimizer, range(3, 8), rank)
+            done.set()
+            own.stop_worker()
+
+    run_job(run, num_workers=2, strategy=strategy_of("sync"))
+    assert kept == [True]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_keeps_the_values_of_its_start(job: Job) -> None:
+    job.step()
+    wanted = [p.detach().clone() for p in job.net.dense()]
+    ready_end, ready = os.pipe()
+    answer, answer_end = os.pipe()
+    child = os.fork()
+    if not child:
+        is_same = False
+        try:
+            os.read(ready_end, 1)
+            is_same = all(torch.equal(p, w) for p, w in zip(job.net.dense(), wanted, strict=True))
+        finally:
+            os.write(answer_end, b"1" if is_same else b"0")
+            os._exit(0)
+    for _ in range(3):
+        job.step()
+    os.write(ready, b"1")
+    assert os.read(answer, 1) == b"1"
+    os.waitpid(child, 0)
+    assert job.mapped.holds()
+    assert job.is_right()
+    for end in (ready_end, ready, answer, answer_end):
+        os.close(end)
+
+
+def test_values_that_a_failed_step_may_still_change_are_a_copy(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+    client = job.trainer.client
+    wait = client.wait
+
+    def interrupted(ticket: Any) -> Any:
+        wait(ticket)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.step()
+    monkeypatch.undo()
+    assert not job.mapped.is_attached
+    job.count = 2
+    assert job.is_right()
+    job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
+def test_a_copy_waits_until_the_server_has_changed_the_values(job: Job) -> None:
+    job.step()
+    exchange = job.trainer._exchange
+    assert isinstance(exchange, SyncExchange)
+    assert job.mapped.holds()
+    wanted = [p.detach() + 2 for p in job.net.dense()]
+    table = DenseTable(DenseTableConfig("mlp", sum(p.numel() for p in wanted)))
+    found: list[OfferedRow] = []
+    table.lie_in(OfferedRow, found.append)
+    (memory,) = found
+    memory.row[:] = np.concatenate([p.numpy().reshape(-1) for p in wanted]) - 2
+    job.mapped.attach({next(iter(job.mapped.given())): memory.place})
+
+    def change() -> None:
+        memory.row[:] += 1
+        memory.end()
+
+    memory.begin()
+    memory.row[:] += 1
+    threading.Timer(0.1, change).start()
+    job.mapped.detach()
+    assert all(torch.equal(p, value) for p, value in zip(job.net.dense(), wanted, strict=True))
+
+
+# -- where there is no such memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["memory", "page map", "faults", "offer"])
+def test_values_are_copied_where_memory_cannot_be_mapped(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotShared("this test has none.")
+
+    if fails == "memory":
+        monkeypatch.setattr(mapped_parameters, "open_memory", refuse)
+    elif fails == "page map":
+        monkeypatch.setattr(mapped_parameters._Range, "is_written", lambda own, pages: False)
+    elif fails == "faults":
+        monkeypatch.setattr(mapped_parameters, "_num_faults", lambda: 3)
+    else:
+        monkeypatch.setattr("fleet.ps.server.offered_row.make_memory", refuse)
+    made = Job()
+    for _ in range(4):
+        made.step()
+    assert not made.mapped.is_attached
+    assert made.is_right()
+    made.end()
+
+
+def test_several_servers_and_small_models_have_copies() -> None:
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        train(model, optimizer, range(4), rank)
+        return copy.deepcopy(net), mapped_of(own).is_attached
+
+    (net, is_mapped), _ = run_workers(work, num_servers=2)
+    assert not is_mapped
+    assert differs(net, plain(4, 2)) < 1e-6
+    small = ServedJob("sync", lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)), RATE)
+    small.step()
+    assert not mapped_of(small.own).is_attached
+    small.end()
+
+
+def test_memory_that_is_not_the_servers_is_refused(job: Job) -> None:
+    good = {1: {"pid": os.getpid(), "fd": 0, "word": "0" * 32, "bytes": 1 << 20}}
+    for wrong in ({}, {1: {**good[1], "bytes": 4096}}, {1: {**good[1], "bytes": "x"}}, good, {7: good[1]}):
+        with pytest.raises(NotShared):
+            job.mapped.attach(wrong)
+        assert not job.mapped.is_attached
+    job.step()
+    assert job.is_right()
+
+
+def test_a_server_refuses_to_offer_rows_and_other_workers(job: Job) -> None:
+    client = job.trainer.client
+    with pytest.raises(PSError, match="sparse"):
+        client.map_values([0])
+    with pytest.raises(PSError, match="does not exist"):
+        client.map_values([99])
+    job.step()
+    assert job.is_right()
+    assert fleet.ps is not None
