@@ -15,6 +15,7 @@ import pytest
 from fleet.errors import PSError
 from fleet.ps.client import link as links
 from fleet.ps.client.client import Client
+from fleet.ps.client.request import Request
 from fleet.ps.server import answers
 from fleet.ps.server.answers import Answers
 from fleet.ps.server.job_state import JobState
@@ -308,10 +309,10 @@ def test_a_worker_that_speaks_before_its_answer_is_heard_after_it(monkeypatch: p
         first, second = (service.client(rank) for rank in range(2))
         monkeypatch.setattr(Answers, "_send", send)
         link = first._links[0]
-        push = links.Request(Op.PUSH, [], 0, step=1, flags=MessageFlag.VALUES, change=True)
+        push = Request(Op.PUSH, [], 0, step=1, flags=MessageFlag.VALUES, change=True)
         link.submit(push)
         until(lambda: service.servers[0].state.job.workers[0].busy)
-        ping = links.Request(Op.PING, tag=link._next_tag)
+        ping = Request(Op.PING, tag=link._next_tag)
         with link.lock:  # as no client does
             link._pending.append(ping)
             link._transmit(ping)
