@@ -173,8 +173,14 @@ class Link:
 
         with self.lock:
             self.mapped = frozenset()
-            self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
-            self.mapped = frozenset(places)
+            try:
+                self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
+                self.mapped = frozenset(places)
+            except PSError:
+                raise  # then the server offers none
+            except BaseException:
+                self._hang_up()  # it may take it that they are read
+                raise
         return places
 
     @property

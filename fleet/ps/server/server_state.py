@@ -44,6 +44,7 @@ from fleet.ps.server.offered_row import TableReader
 from fleet.ps.server.served_table import ServedDense, ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import difference_of_specs
+from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
@@ -151,8 +152,7 @@ class ServerState:
         """Lets ``reader`` read dense tables where they lie, and no others; returns where that is.
 
         Raises:
-            Refused: one of them is sparse, or does not exist.
-            NotShared: there is no memory for them.
+            Refused: one of them is sparse, or does not exist, or there is no memory for them.
         """
         for served in self.tables.values():
             if isinstance(served, ServedDense):
@@ -161,7 +161,10 @@ class ServerState:
         dense = {table_id: table for table_id, table in tables.items() if isinstance(table, ServedDense)}
         if len(dense) < len(tables):
             raise Refused(f"tables {sorted(set(tables) - set(dense))} are sparse: their rows move.")
-        return {table_id: table.offer(reader) for table_id, table in dense.items()}
+        try:
+            return {table_id: table.offer(reader) for table_id, table in dense.items()}
+        except NotShared as error:
+            raise Refused(str(error)) from None
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -163,7 +163,7 @@ class SyncExchange:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
         spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
-        if self.client.maps and not self._mapped.holds():  # after a fork, or a failure
+        if self.client.maps and not self._mapped.holds():  # after a failure, or with another tensor in a parameter
             self._unmap()
         self.plan.watch.excuse()  # a step that fails may have written a part
         try:

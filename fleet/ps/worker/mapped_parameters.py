@@ -7,10 +7,11 @@ the table's memory over the range, privately: what the script writes goes to a c
 sees and which follows the server no longer. The system knows which pages are such copies (``/proc/self/pagemap``), so a
 write is found exactly (:meth:`is_written`), and :meth:`restore` gives such pages back. :meth:`detach` makes all pages
 copies: the values stay as they are, whatever the server does. It comes before everything that would read them while
-they change: the end of training, a fork (a child does not follow the server), a step that fails.
+they change: the end of training, and a step that fails. A fork makes copies, too, because a child does not follow the
+server; the worker gives them back after its next step.
 
-Parameters move into the range when nothing else holds their memory; a view from before would not follow them. If some
-do not, all are copied as before.
+Parameters move into the range when nothing else holds their memory, in torch or outside of it; a view from before would
+not follow them. If some do not, all are copied as before.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _COUNT_BYTES = 8
 _ENTRY_BYTES = 8  # of the page map: one number for each page
 _FILE_BIT = 61  # of it: the page is the file's; the two bits above it: it is in memory, it is in swap
 _PATIENCE_S = 0.5  # for a server that is changing the values
-_SHARED_REFERENCES = 2  # to the memory of a parameter that nothing else holds: its own, and the one that asks
+# References to the memory of a parameter that nothing else holds: torch counts the parameter's and that of the object
+# which Python has for it; Python counts that object's in torch, the name it has here and the argument.
+_TENSORS, _NAMES = 2, 3
 _changing = threading.RLock()  # a fork waits for who attaches or detaches
 _living: weakref.WeakSet[MappedParameters] = weakref.WeakSet()
 
@@ -58,28 +61,35 @@ class MappedParameters:
     def __init__(self, parts: Sequence[DensePart]) -> None:
         self._parts = parts
         self._ranges: dict[int, _Range] = {}
-        self._pointers: list[tuple[nn.Parameter, int]] = []
+        self._own: set[int] = set()
+        self._places: list[tuple[nn.Parameter, tuple[Any, ...]]] = []
         self._pages = -1
         self._faults = -1  # of this process, when nothing was written
         self.is_attached = False
         _living.add(self)
 
+    def look(self) -> None:
+        """Notes whose memory is torch's own; once an array of it is made, torch does not tell any longer."""
+        plain = [p for part in self._parts for p in part.parameters if is_plain(p)]
+        self._own = {p.data_ptr() for p in plain if p.untyped_storage().resizable()}
+
     def place(self) -> bool:
         """Moves the parameters to their ranges, if they are not there; returns whether they are."""
-        if self._pointers:
+        if self._places:
             return self._lie_there()
         parameters = [p for part in self._parts for p in part.parameters]
-        if 4 * sum(p.numel() for p in parameters) < LEAST_MAPPED_BYTES or not all(map(_can_move, parameters)):
+        if 4 * sum(p.numel() for p in parameters) < LEAST_MAPPED_BYTES or not all(map(self._can_move, parameters)):
             return False
-        for part in self._parts:
-            own = self._ranges[part.table_id] = _Range(part.config.size)
-            part.values(own.values)
-            at = 0
-            for parameter in part.parameters:
-                place = torch.from_numpy(own.values[at : at + parameter.numel()].reshape(parameter.shape))
-                parameter.data = place
-                self._pointers.append((parameter, place.data_ptr()))
-                at += parameter.numel()
+        with torch.inference_mode(False):
+            for part in self._parts:
+                own = self._ranges[part.table_id] = _Range(part.config.size)
+                part.values(own.values)
+                at = 0
+                for parameter in part.parameters:
+                    end = at + parameter.numel()
+                    parameter.data = torch.from_numpy(own.values[at:end].reshape(parameter.shape))
+                    self._places.append((parameter, _place_of(parameter)))
+                    at = end
         return True
 
     def attach(self, places: Mapping[int, Mapping[str, Any]]) -> None:
@@ -117,9 +127,11 @@ class MappedParameters:
             for own in self._ranges.values():
                 own.detach()
             self.is_attached = False
-            if self._pages >= 0:
-                os.close(self._pages)
-                self._pages = -1
+
+    def copy_pages(self) -> None:
+        """Makes the values a copy, which :meth:`restore` drops."""
+        for own in self._ranges.values() if self.is_attached else ():
+            own.copy_pages()
 
     def holds(self) -> bool:
         """Returns whether the parameters lie in the server's memory."""
@@ -141,8 +153,9 @@ class MappedParameters:
 
     def restore(self) -> None:
         """Drops what was written: the parameters have the server's values."""
-        for own in self._ranges.values():
-            own.restore()
+        with _changing:
+            for own in self._ranges.values():
+                own.restore()
 
     def given(self) -> dict[int, Rows]:
         """Returns the server's values by table, float32 [size], read-only; they change as the server's do."""
@@ -150,8 +163,20 @@ class MappedParameters:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _can_move(self, parameter: nn.Parameter) -> bool:
+        """Returns whether nothing but the parameter holds its memory."""
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        if count is None or sys.platform != "linux" or type(parameter) is not nn.Parameter:
+            return False
+        if not is_plain(parameter) or not parameter.is_contiguous():
+            return False
+        storage = parameter.untyped_storage()
+        if storage.is_shared() or not (storage.resizable() or parameter.data_ptr() in self._own):
+            return False  # it is another process's, a file's, or an array's
+        return bool(count(storage._cdata) <= _TENSORS) and sys.getrefcount(storage) <= _NAMES
+
     def _lie_there(self) -> bool:
-        return all(parameter.data_ptr() == place for parameter, place in self._pointers)
+        return all(_place_of(parameter) == place for parameter, place in self._places)
 
     def _try_out(self) -> None:
         """Raises NotShared unless the system tells which pages were written."""
@@ -199,8 +224,12 @@ class _Range:
         self._whole[:: mmap.PAGESIZE][:pages] |= 0
 
     def detach(self) -> None:
-        if self.given is None:
-            return
+        if self.given is not None:
+            self.copy_pages()
+            self.given = self._count = None
+
+    def copy_pages(self) -> None:
+        """Makes all pages copies, with the values of one step."""
         end = time.monotonic() + _PATIENCE_S
         while True:
             before = int(self._count[0])
@@ -211,7 +240,6 @@ class _Range:
                 self.restore()
             else:
                 time.sleep(0.0001)
-        self.given = self._count = None
 
     def is_written(self, pages: int) -> bool:
         os.preadv(pages, [self._entry_bytes], self._at // mmap.PAGESIZE * _ENTRY_BYTES)
@@ -219,8 +247,8 @@ class _Range:
         return bool(((bits > 0) & (bits & np.uint64(1) == 0)).any())
 
     def restore(self) -> None:
-        if _libc().madvise(self._at, self._bytes, _DONT_NEED):
-            raise OSError(ctypes.get_errno(), "madvise")
+        if _libc().madvise(self._at, self._bytes, _DONT_NEED):  # the process has locked its pages in memory
+            self.values[:] = self.given
 
 
 _DONT_NEED = 4
@@ -247,22 +275,14 @@ def _num_faults() -> int:
     return used.ru_minflt + used.ru_majflt
 
 
-def _can_move(parameter: nn.Parameter) -> bool:
-    """Returns whether nothing but the parameter holds its memory."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or sys.platform != "linux" or type(parameter) is not nn.Parameter:
-        return False
-    if not is_plain(parameter) or not parameter.is_contiguous():
-        return False
-    storage = parameter.untyped_storage()
-    return bool(count(storage._cdata) <= _SHARED_REFERENCES)
+def _place_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.data_ptr(), parameter.shape, parameter.stride()
 
 
 def _before_fork() -> None:
     _changing.acquire()
     for mapped in list(_living):
-        if mapped.is_attached:
-            mapped.detach()
+        mapped.copy_pages()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_changing.release, after_in_child=_changing.release)

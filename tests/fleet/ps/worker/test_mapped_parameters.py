@@ -191,6 +191,65 @@ def test_what_holds_a_parameter_from_before_keeps_following() -> None:
     job.end()
 
 
+def of_an_array(weight: nn.Parameter) -> Any:
+    array = weight.detach().numpy().copy()
+    weight.data = torch.from_numpy(array)
+    return array
+
+
+def in_shared_memory(weight: nn.Parameter) -> Any:
+    weight.share_memory_()
+    return weight  # another process may have it
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [of_an_array, in_shared_memory, lambda w: w.untyped_storage(), lambda w: w.detach().numpy(), lambda w: w.t()],
+    ids=["array", "shared", "storage", "array of it", "graph"],
+)
+def test_memory_that_is_held_elsewhere_keeps_following(hold: Callable[[nn.Parameter], Any]) -> None:
+    net = Net()
+    held = hold(net.middle.weight)
+    place = net.middle.weight.data_ptr()
+    job = ServedJob("sync", lambda: net, RATE)
+    train(job.model, job.optimizer, range(4), 0)
+    assert not mapped_of(job.own).is_attached
+    assert net.middle.weight.data_ptr() == place
+    assert held is not None
+    assert differs(net, plain(4, 1)) < 1e-6
+    job.end()
+
+
+def test_a_shape_or_strides_of_its_own_at_the_same_place_is_refused() -> None:
+    net = Net()
+    net.middle = nn.Linear(200, 200)
+    net.out = nn.Linear(200, 1)
+    job = ServedJob("sync", lambda: net, RATE)
+    train(job.model, job.optimizer, range(2), 0)
+    assert mapped_of(job.own).holds()
+    for change in (lambda w: w.t(), lambda w: w.as_strided((200, 200), (1, 200))):
+        kept = net.middle.weight.data
+        net.middle.weight.data = change(kept)
+        with pytest.raises(ConfigError, match=r"middle\.weight.*was changed"):
+            job.optimizer.step()
+        net.middle.weight.data = kept
+    job.end()
+
+
+def test_parameters_that_move_in_inference_mode_are_trained() -> None:
+    net = Net()
+    views = [net.middle.weight.data]
+    job = ServedJob("sync", lambda: net, RATE)
+    train(job.model, job.optimizer, range(2), 0)
+    views.clear()
+    with torch.inference_mode():
+        job.trainer.flush()
+    assert mapped_of(job.own).holds()
+    train(job.model, job.optimizer, range(2, 4), 0)
+    assert differs(net, plain(4, 1)) < 1e-6
+    job.end()
+
+
 def test_memory_moves_once_nothing_holds_it() -> None:
     net = Net()
     views = [net.middle.weight.data]
@@ -302,7 +361,7 @@ def test_another_tensor_in_a_parameter_gets_the_next_values(job: Job) -> None:
 
 
 def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
-    stood, done = threading.Event(), threading.Event()
+    stood, done, looked = threading.Event(), threading.Event(), threading.Event()
 
     def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
         train(model, optimizer, range(2), rank)
@@ -313,6 +372,7 @@ def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
                 stood.wait(30)
                 while not done.is_set():
                     seen.append([p.detach().clone() for p in net.dense()])
+                looked.set()
 
             thread = threading.Thread(target=look)
             thread.start()
@@ -323,6 +383,7 @@ def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
             stood.wait(30)
             train(model, optimizer, range(2, 12), rank)
             done.set()
+            assert looked.wait(30)
             own.barrier_worker()
         after = copy.deepcopy(net)
         train(model, optimizer, range(12, 15), rank)
@@ -387,6 +448,92 @@ def test_a_process_that_is_forked_keeps_the_values_of_its_start(job: Job) -> Non
     assert job.is_right()
     for end in (ready_end, ready, answer, answer_end):
         os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_thread_may_fork_while_steps_run(job: Job) -> None:
+    """Each child finds the values of one step, and the steps go on."""
+    over = threading.Event()
+    found: list[bool] = []
+    job.step()
+    wanted = [differs(plain(steps, 1), plain(0, 1)) for steps in range(1, 41)]
+    initial = plain(0, 1)
+
+    def fork() -> None:
+        while not over.is_set():
+            end, start = os.pipe()
+            child = os.fork()
+            if not child:
+                is_whole = False
+                try:
+                    is_whole = min(abs(differs(job.net, initial) - each) for each in wanted) < 1e-6
+                finally:
+                    os.write(start, b"1" if is_whole else b"0")
+                    os._exit(0)
+            found.append(os.read(end, 1) == b"1")
+            os.waitpid(child, 0)
+            os.close(end)
+            os.close(start)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    while job.count < 40:
+        job.step()
+    over.set()
+    thread.join()
+    assert len(found) > 1
+    assert all(found)
+    assert job.is_right()
+
+
+def test_after_a_fork_the_servers_are_not_asked_for_what_was_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be ahead of a worker whose lease was over."""
+    job.step()
+    job.mapped.copy_pages()
+    assert job.mapped.is_written()
+    monkeypatch.setattr(job.trainer.client, "pull", None)
+    job.step()
+    assert job.mapped.holds()
+    assert not job.mapped.is_written()
+    assert job.is_right()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interruption_between_worker_and_server_leaves_no_doubt(
+    when: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the server took it that this worker maps its values, or was never asked."""
+    job.step()
+    link = job.trainer.client._links[0]
+    call = link.call
+
+    def interrupted(request: Any) -> Any:
+        if when == "after":
+            call(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(link, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.trainer.flush()
+    monkeypatch.undo()
+    for _ in range(3):
+        job.step()
+    assert job.is_right()
+    assert job.mapped.holds()
+
+
+def test_pages_that_are_locked_in_memory_are_written_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+
+    class Locked:
+        def madvise(self, *_: Any) -> int:
+            return -1
+
+    monkeypatch.setattr(mapped_parameters, "_libc", Locked)
+    job.mapped.copy_pages()
+    for _ in range(4):
+        job.step()
+    assert job.is_right()
 
 
 def test_values_that_a_failed_step_may_still_change_are_a_copy(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
