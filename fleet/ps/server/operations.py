@@ -244,6 +244,7 @@ class Operations:
 
         Values that it reads where they lie are there; it gets those of tables that have left its memory.
         """
+        self._wait_until_fresh(worker, header, beat)  # a table may leave the memory with this very step
         left = [key for key in sorted(peer.mapped) if not self._dense(key).is_read_by(peer.reader)]
         peer.mapped.difference_update(left)
         dense = dense + [TablePart(key, self._dense(key).table.config.size, 1) for key in left]
@@ -273,9 +274,7 @@ class Operations:
             raise Refused(
                 f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
             )
-        if not header.flags & MessageFlag.NO_WAIT and not self._fresh_enough(header.step):
-            due = header.step - (self._config.staleness or 0)
-            self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
+        self._wait_until_fresh(worker, header, beat)
         reached = None if self._config.staleness is None else self._job.min_clock() or 0
         answers = []
         create = not header.flags & MessageFlag.NO_CREATE
@@ -293,6 +292,11 @@ class Operations:
                 if part.rows is not None:
                     part.rows = to_bfloat16(part.rows)
         return Answer(Status.OK, encode_parts(answers, bfloat16), len(answers), header.flags & MessageFlag.BFLOAT16)
+
+    def _wait_until_fresh(self, worker: Worker, header: Header, beat: Beat) -> None:
+        if not header.flags & MessageFlag.NO_WAIT and not self._fresh_enough(header.step):
+            due = header.step - (self._config.staleness or 0)
+            self._wait_for_step(worker, lambda: self._fresh_enough(header.step), beat, due)
 
     def _fresh_enough(self, step: int) -> bool:
         if self.state.sync:

@@ -23,6 +23,7 @@ import resource
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -229,17 +230,25 @@ class _Range:
             self.given = self._count = None
 
     def copy_pages(self) -> None:
-        """Makes all pages copies, with the values of one step."""
+        """Makes all pages copies, with the values of one step unless the server stopped while it changed them."""
         end = time.monotonic() + _PATIENCE_S
         while True:
             before = int(self._count[0])
-            if before % 2 == 0 or time.monotonic() > end:
+            if before % 2 == 0:
                 self.touch()
-                if before == int(self._count[0]) or time.monotonic() > end:
-                    break
+                if before == int(self._count[0]):
+                    return
                 self.restore()
-            else:
-                time.sleep(0.0001)
+            if time.monotonic() > end:
+                self.touch()
+                warnings.warn(
+                    "The parameter server was stopped while it changed the dense parameters: those of this worker are "
+                    "partly of one step and partly of the next, until step() or fleet.load_model() replaces them.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+            time.sleep(0.0001)
 
     def is_written(self, pages: int) -> bool:
         os.preadv(pages, [self._entry_bytes], self._at // mmap.PAGESIZE * _ENTRY_BYTES)

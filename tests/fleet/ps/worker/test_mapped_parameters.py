@@ -557,6 +557,19 @@ def test_values_that_a_failed_step_may_still_change_are_a_copy(job: Job, monkeyp
     assert job.is_right()
 
 
+def test_values_of_two_steps_are_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed while it changed them never finishes."""
+    monkeypatch.setattr(mapped_parameters, "_PATIENCE_S", 0.05)
+    job.step()
+    (own,) = job.mapped._ranges.values()
+    own._count = np.ones(1, np.int64)
+    with pytest.warns(RuntimeWarning, match="partly of one step and partly of the next"):
+        job.mapped.detach()
+    job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
 def test_a_copy_waits_until_the_server_has_changed_the_values(job: Job) -> None:
     job.step()
     exchange = job.trainer._exchange
