@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
+from fleet.ps.server.answers import Answers
 from fleet.ps.server.offered_row import OfferedRow
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.wire.memory_file import NotShared
@@ -397,6 +399,31 @@ def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
             assert float((value - wanted).abs().max()) < 1e-6
     assert differs(first, second) == differs(first_end, second_end) == 0.0
     assert is_mapped
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_values_that_left_with_a_step_come_with_its_answer(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread answers: beside a standby it is the worker's own, which waits for the step then."""
+    if not leaves:
+        monkeypatch.setattr(Answers, "_leave", lambda *_: False)
+    pushes = threading.Event()
+
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        train(model, optimizer, range(3), rank)
+        if rank == 2:
+            own.barrier_worker()
+            return None
+        if rank == 1:
+            assert pushes.wait(30)
+            time.sleep(0.3)  # worker 0 waits in its step now
+        pushes.set()
+        train(model, optimizer, range(3, 4), rank)
+        after = copy.deepcopy(net)
+        own.barrier_worker()
+        return after
+
+    first, second, _ = run_workers(work, num_workers=3)
+    assert differs(first, second) == 0.0
 
 
 def test_a_worker_that_has_ended_keeps_its_values_while_others_step() -> None:
