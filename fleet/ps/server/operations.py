@@ -215,12 +215,12 @@ class Operations:
         return Later(header.step, sum(4 * part.n for part in dense), make, partial(self._awaited, header.step))
 
     def _map(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
+        peer.mapped = set()  # also where this is refused
         asked = decode_control(body).get("tables")
         if not isinstance(asked, list) or not all(type(key) is int for key in asked):
             raise Refused("MAP takes a list of tables.")
         if not self.state.sync or not peer.connection.shares_memory:
             raise Refused("values are read where they lie in sync mode, by workers that share memory with the server.")
-        peer.mapped = set()  # also where this is refused
         places = self.state.offer(peer.reader, asked)
         peer.mapped = set(places)
         return Answer(buffers=[control_body({"tables": {str(key): place for key, place in places.items()}})])

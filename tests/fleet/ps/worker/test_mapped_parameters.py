@@ -7,7 +7,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,17 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (model(ids) - ids[:, None].float() / 50).square().mean()
 
 
-def plain(steps: int, ranks: int, optimizer: Callable[..., Any] = torch.optim.SGD, **options: Any) -> Net:
-    """Trains in one process on all the data."""
+def plain(steps: int, *ranks: int, then: Sequence[tuple[int, Sequence[int]]] = ()) -> Net:
+    """Trains in one process on all the data: ``steps`` steps of ``ranks``, then numbers of steps of others."""
     net = Net()
-    made = optimizer(net.parameters(), RATE, **options)
-    for step in range(steps):
-        made.zero_grad()
-        (sum(loss_of(net, ids_of(step, rank)) for rank in range(ranks)) / ranks).backward()
-        made.step()
+    made = torch.optim.SGD(net.parameters(), RATE)
+    step = 0
+    for count, those in [(steps, ranks or (0,)), *then]:
+        for _ in range(count):
+            made.zero_grad()
+            (sum(loss_of(net, ids_of(step, rank)) for rank in those) / len(those)).backward()
+            made.step()
+            step += 1
     return net
 
 
@@ -94,7 +97,7 @@ class Job(ServedJob):
         self.count += 1
 
     def is_right(self) -> bool:
-        return differs(self.net, plain(self.count, 1)) < 1e-6
+        return differs(self.net, plain(self.count)) < 1e-6
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def test_two_workers_read_the_servers_memory_and_train_as_plain_torch() -> None:
 
     first, second = run_workers(work)
     assert differs(first, second) == 0.0
-    assert differs(first, plain(20, 2)) < 1e-6
+    assert differs(first, plain(20, 0, 1)) < 1e-6
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad])
@@ -189,7 +192,7 @@ def test_what_holds_a_parameter_from_before_keeps_following() -> None:
     assert not mapped_of(job.own).is_attached
     train(job.model, job.optimizer, range(20), 0)  # longer than it tries
     assert torch.equal(view, net.middle.weight)
-    assert differs(net, plain(20, 1)) < 1e-6
+    assert differs(net, plain(20)) < 1e-6
     job.end()
 
 
@@ -218,7 +221,7 @@ def test_memory_that_is_held_elsewhere_keeps_following(hold: Callable[[nn.Parame
     assert not mapped_of(job.own).is_attached
     assert net.middle.weight.data_ptr() == place
     assert held is not None
-    assert differs(net, plain(4, 1)) < 1e-6
+    assert differs(net, plain(4)) < 1e-6
     job.end()
 
 
@@ -248,7 +251,7 @@ def test_parameters_that_move_in_inference_mode_are_trained() -> None:
         job.trainer.flush()
     assert mapped_of(job.own).holds()
     train(job.model, job.optimizer, range(2, 4), 0)
-    assert differs(net, plain(4, 1)) < 1e-6
+    assert differs(net, plain(4)) < 1e-6
     job.end()
 
 
@@ -261,7 +264,7 @@ def test_memory_moves_once_nothing_holds_it() -> None:
     views.clear()
     train(job.model, job.optimizer, range(2, 6), 0)
     assert mapped_of(job.own).holds()
-    assert differs(net, plain(6, 1)) < 1e-6
+    assert differs(net, plain(6)) < 1e-6
     job.end()
 
 
@@ -269,6 +272,7 @@ def test_parameters_stay_when_training_ends(job: Job) -> None:
     for _ in range(3):
         job.step()
     job.own.stop_worker()
+    assert not job.mapped.is_attached
     assert job.is_right()
     with torch.no_grad():
         job.net.out.weight.zero_()  # they are the script's again
@@ -335,7 +339,7 @@ def test_what_is_taken_back_passes_and_others_do_not_see_it() -> None:
     (first, _), (second, is_mapped) = run_workers(work)
     assert is_mapped
     assert differs(first, second) == 0.0
-    assert differs(second, plain(8, 2)) < 1e-5  # worker 0's gradients have rounding errors of its numbers
+    assert differs(second, plain(8, 0, 1)) < 1e-5  # worker 0's gradients have rounding errors of its numbers
 
 
 def test_a_script_that_writes_before_each_step_has_copies(job: Job) -> None:
@@ -384,20 +388,23 @@ def test_a_worker_at_a_barrier_keeps_its_values_while_others_step() -> None:
         else:
             stood.wait(30)
             train(model, optimizer, range(2, 12), rank)
+            alone = copy.deepcopy(net)
             done.set()
             assert looked.wait(30)
             own.barrier_worker()
         after = copy.deepcopy(net)
         train(model, optimizer, range(12, 15), rank)
-        return seen, after, copy.deepcopy(net), mapped_of(own).holds()
+        return seen if rank == 0 else alone, after, copy.deepcopy(net), mapped_of(own).holds()
 
-    (seen, first, first_end, _), (_, second, second_end, is_mapped) = run_workers(work)
-    before = [p.detach() for p in plain(2, 2).dense()]
+    (seen, first, first_end, _), (alone, second, second_end, is_mapped) = run_workers(work)
+    before = [p.detach() for p in plain(2, 0, 1).dense()]
     assert len(seen) > 3
     for values in seen:
         for value, wanted in zip(values, before, strict=True):
             assert float((value - wanted).abs().max()) < 1e-6
     assert differs(first, second) == differs(first_end, second_end) == 0.0
+    assert differs(alone, plain(2, 0, 1, then=[(10, [1])])) < 1e-6
+    assert differs(first_end, plain(2, 0, 1, then=[(10, [1]), (3, [0, 1])])) < 1e-6
     assert is_mapped
 
 
@@ -424,6 +431,7 @@ def test_values_that_left_with_a_step_come_with_its_answer(leaves: bool, monkeyp
 
     first, second, _ = run_workers(work, num_workers=3)
     assert differs(first, second) == 0.0
+    assert differs(first, plain(3, 0, 1, 2, then=[(1, [0, 1])])) < 1e-6
 
 
 def test_a_worker_that_has_ended_keeps_its_values_while_others_step() -> None:
@@ -440,7 +448,7 @@ def test_a_worker_that_has_ended_keeps_its_values_while_others_step() -> None:
             own.stop_worker()
             ended.set()
             assert done.wait(30)
-            kept.append(differs(net, plain(3, 2)) < 1e-6)
+            kept.append(differs(net, plain(3, 0, 1)) < 1e-6)
         else:
             assert ended.wait(30)
             train(model, optimizer, range(3, 8), rank)
@@ -483,8 +491,8 @@ def test_a_thread_may_fork_while_steps_run(job: Job) -> None:
     over = threading.Event()
     found: list[bool] = []
     job.step()
-    wanted = [differs(plain(steps, 1), plain(0, 1)) for steps in range(1, 41)]
-    initial = plain(0, 1)
+    wanted = [differs(plain(steps), plain(0)) for steps in range(1, 41)]
+    initial = plain(0)
 
     def fork() -> None:
         while not over.is_set():
@@ -597,6 +605,35 @@ def test_values_of_two_steps_are_named(job: Job, monkeypatch: pytest.MonkeyPatch
     assert job.is_right()
 
 
+def test_a_copy_is_made_again_if_the_server_changed_the_values_meanwhile(job: Job) -> None:
+    job.step()
+    (own,) = job.mapped._ranges.values()
+    touch, touched = own.touch, []
+    own._count = np.zeros(1, np.int64)
+
+    def meanwhile(pages: int | None = None) -> None:
+        touch(pages)
+        touched.append(pages)
+        own._count += 2 if len(touched) == 1 else 0
+
+    own.touch = meanwhile  # type: ignore[method-assign]
+    job.mapped.detach()
+    assert len(touched) == 2
+    assert job.is_right()
+
+
+def test_values_that_came_with_the_answer_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_parameters, "LEAST_MAPPED_BYTES", 1 << 40)
+    made = Job()
+    made.step()
+    assert not made.mapped.is_attached
+    monkeypatch.setattr(made.trainer.client, "pull", None)
+    made.step()
+    assert made.is_right()
+    monkeypatch.undo()
+    made.end()
+
+
 def test_a_copy_waits_until_the_server_has_changed_the_values(job: Job) -> None:
     job.step()
     exchange = job.trainer._exchange
@@ -652,7 +689,7 @@ def test_several_servers_and_small_models_have_copies() -> None:
 
     (net, is_mapped), _ = run_workers(work, num_servers=2)
     assert not is_mapped
-    assert differs(net, plain(4, 2)) < 1e-6
+    assert differs(net, plain(4, 0, 1)) < 1e-6
     small = ServedJob("sync", lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)), RATE)
     small.step()
     assert not mapped_of(small.own).is_attached
@@ -675,6 +712,8 @@ def test_a_server_refuses_to_offer_rows_and_other_workers(job: Job) -> None:
         client.map_values([0])
     with pytest.raises(PSError, match="does not exist"):
         client.map_values([99])
+    with pytest.raises(PSError, match="MAP takes a list of tables"):
+        client.map_values(["x"])
     job.step()
     assert job.is_right()
     assert fleet.ps is not None
