@@ -369,6 +369,11 @@ class Client:
         """
         return self._links[0].map(table_ids)
 
+    def unmap_values(self) -> None:
+        """Has all dense values come as copies again; nothing is sent."""
+        for link in self._links:
+            link.unmap()
+
     @contextmanager
     def places(self, table_ids: Sequence[int]) -> Iterator[dict[int, Rows]]:
         """Yields memory for gradients of dense tables, or for none of them.

@@ -173,15 +173,14 @@ class Link:
 
         with self.lock:
             self.mapped = frozenset()
-            try:
-                self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
-                self.mapped = frozenset(places)
-            except PSError:
-                raise  # then the server offers none
-            except BaseException:
-                self._hang_up()  # it may take it that they are read
-                raise
+            self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
+            self.mapped = frozenset(places)
         return places
+
+    def unmap(self) -> None:
+        """Has all dense values come as copies again; the server learns it from the next push."""
+        with self.lock:
+            self.mapped = frozenset()
 
     @property
     def shares_memory(self) -> bool:
@@ -271,6 +270,8 @@ class Link:
         assert self._connection is not None
         size = request.body_bytes
         flags = request.flags
+        if self.mapped and flags & MessageFlag.VALUES:
+            flags |= MessageFlag.IN_PLACE
         if (self._in_memory is None or self._in_memory.done) and self._connection.takes_in_memory(size):
             flags |= MessageFlag.IN_MEMORY
             self._in_memory = request

@@ -50,8 +50,9 @@ class OfferedRow:
         NotShared: there is none.
     """
 
+    _fd = -1
+
     def __init__(self, length: int) -> None:
-        self._fd = -1
         size = -(-(4 * length + _COUNT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fd, place = make_memory(size)
         self.place: dict[str, Any] = {**place, "bytes": size}
@@ -78,9 +79,9 @@ class OfferedRow:
 
     def close(self) -> None:
         """Makes the memory unreachable for processes that have not opened it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         self.close()

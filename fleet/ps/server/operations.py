@@ -203,6 +203,9 @@ class Operations:
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
             body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
+            if peer.mapped and not header.flags & MessageFlag.IN_PLACE:  # it has copies now
+                state.offer(peer.reader, [])
+                peer.mapped = set()
             peer.reader.waits_for = header.step if header.flags & MessageFlag.VALUES else 0
         parts = state.checked(header, body)
         status = state.change(worker, peer.channel, header, body, parts)

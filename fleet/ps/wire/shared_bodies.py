@@ -40,8 +40,9 @@ MOST_OPENED = 64  # of other processes at a time: each takes a descriptor, and u
 class SharedBodies:
     """One end's view of the memory; make it with :meth:`make` (the worker) or :meth:`open` (the server)."""
 
+    _fd = -1
+
     def __init__(self, fd: int, *, is_server: bool) -> None:
-        self._fd = -1
         whole = memoryview(mmap.mmap(fd, 2 * ROOM_BYTES))
         self._own = whole[ROOM_BYTES:] if is_server else whole[:ROOM_BYTES]
         self._others = whole[:ROOM_BYTES] if is_server else whole[ROOM_BYTES:]
@@ -84,9 +85,9 @@ class SharedBodies:
 
     def seal_off(self) -> None:
         """Makes the memory unreachable for processes that have not opened it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first, or a signal could have it closed twice
+        if fd >= 0:
+            os.close(fd)
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         """Writes a body of at most :data:`ROOM_BYTES`; the other end must have done with the one before.

@@ -174,7 +174,7 @@ class SyncExchange:
                 self.client.wait(ticket)
             self._take_rest(ticket.given)
         except BaseException:
-            self._mapped.detach()  # the server may still change the values
+            self._mapped.detach_whatever_comes()  # the server may still change the values
             raise
         if self._mapped.is_attached:
             self._keep()
@@ -215,8 +215,7 @@ class SyncExchange:
 
     def _unmap(self) -> None:
         self._mapped.detach()
-        if self.client.maps:
-            self.client.map_values([])
+        self.client.unmap_values()
 
     def _keep(self) -> None:
         """Goes on with values that have changed where they lie."""

@@ -48,6 +48,7 @@ _PATIENCE_S = 0.5  # for a server that is changing the values
 # References to the memory of a parameter that nothing else holds: torch counts the parameter's and that of the object
 # which Python has for it; Python counts that object's in torch, the name it has here and the argument.
 _TENSORS, _NAMES = 2, 3
+_MOST_SIGNALS = 16  # that come while values are copied
 _changing = threading.RLock()  # a fork waits for who attaches or detaches
 _living: weakref.WeakSet[MappedParameters] = weakref.WeakSet()
 
@@ -128,6 +129,16 @@ class MappedParameters:
             for own in self._ranges.values():
                 own.detach()
             self.is_attached = False
+
+    def detach_whatever_comes(self) -> None:
+        """Does :meth:`detach` while an exception is on its way; a second Ctrl-C does not end it half-way."""
+        for tries_left in reversed(range(_MOST_SIGNALS)):
+            try:
+                self.detach()
+                return
+            except BaseException:
+                if not tries_left:
+                    raise
 
     def copy_pages(self) -> None:
         """Makes the values a copy, which :meth:`restore` drops."""

@@ -1,0 +1,340 @@
+"""Dense parameters that lie in the server's memory: forks, signals, and systems without such memory (L.1)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fleet.errors import PSError
+from fleet.facade import Fleet
+from fleet.ps.server.offered_row import OfferedRow
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
+from fleet.ps.wire.memory_file import NotShared
+from fleet.ps.worker import mapped_parameters
+from fleet.ps.worker.exchange_modes import SyncExchange
+from tests.helpers.mapped_job import RATE, Job, Net, differs, mapped_of, plain, run_workers, train
+from tests.helpers.served import ServedJob
+
+
+@pytest.fixture
+def job() -> Any:
+    made = Job()
+    yield made
+    made.own.session.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_keeps_the_values_of_its_start(job: Job) -> None:
+    job.step()
+    wanted = [p.detach().clone() for p in job.net.dense()]
+    ready_end, ready = os.pipe()
+    answer, answer_end = os.pipe()
+    child = os.fork()
+    if not child:
+        is_same = False
+        try:
+            os.read(ready_end, 1)
+            is_same = all(torch.equal(p, w) for p, w in zip(job.net.dense(), wanted, strict=True))
+        finally:
+            os.write(answer_end, b"1" if is_same else b"0")
+            os._exit(0)
+    for _ in range(3):
+        job.step()
+    os.write(ready, b"1")
+    assert os.read(answer, 1) == b"1"
+    os.waitpid(child, 0)
+    assert job.mapped.holds()
+    assert job.is_right()
+    for end in (ready_end, ready, answer, answer_end):
+        os.close(end)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_thread_may_fork_while_steps_run(job: Job) -> None:
+    """Each child finds the values of one step, and the steps go on."""
+    over = threading.Event()
+    found: list[bool] = []
+    job.step()
+    wanted = [differs(plain(steps), plain(0)) for steps in range(1, 41)]
+    initial = plain(0)
+
+    def fork() -> None:
+        while not over.is_set():
+            end, start = os.pipe()
+            child = os.fork()
+            if not child:
+                is_whole = False
+                try:
+                    is_whole = min(abs(differs(job.net, initial) - each) for each in wanted) < 1e-6
+                finally:
+                    os.write(start, b"1" if is_whole else b"0")
+                    os._exit(0)
+            found.append(os.read(end, 1) == b"1")
+            os.waitpid(child, 0)
+            os.close(end)
+            os.close(start)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    while job.count < 40:
+        job.step()
+    over.set()
+    thread.join()
+    assert len(found) > 1
+    assert all(found)
+    assert job.is_right()
+
+
+def test_after_a_fork_the_servers_are_not_asked_for_what_was_written(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be ahead of a worker whose lease was over."""
+    job.step()
+    job.mapped.copy_pages()
+    assert job.mapped.is_written()
+    monkeypatch.setattr(job.trainer.client, "pull", None)
+    job.step()
+    assert job.mapped.holds()
+    assert not job.mapped.is_written()
+    assert job.is_right()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interruption_between_worker_and_server_leaves_no_doubt(
+    when: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the server took it that this worker maps its values, or was never asked."""
+    job.step()
+    link = job.trainer.client._links[0]
+    call = link.call
+
+    def interrupted(request: Any) -> Any:
+        if when == "after":
+            call(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(link, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.trainer.flush()
+    monkeypatch.undo()
+    for _ in range(3):
+        job.step()
+    assert job.is_right()
+    assert job.mapped.holds()
+
+
+def test_a_map_that_is_sent_again_after_an_interruption_leaves_no_doubt(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes it then that the worker reads its values in place, and each push says whether it does."""
+    job.step()
+    client = job.trainer.client
+    call = client._links[0].call
+
+    def interrupted(request: Any) -> Any:
+        call(request)
+        raise TimeoutError
+
+    monkeypatch.setattr(client._links[0], "call", interrupted)
+    with pytest.raises(TimeoutError):
+        job.trainer.flush()
+    monkeypatch.undo()
+    monkeypatch.setattr(SyncExchange, "_map", lambda exchange: None)
+    for _ in range(3):
+        job.step()
+        assert job.is_right()
+    monkeypatch.undo()
+    job.step()
+    job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
+def test_a_second_interruption_does_not_leave_values_that_change(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+    (own,) = job.mapped._ranges.values()
+    touch, count = own.touch, [0]
+
+    def interrupted(pages: int | None = None) -> None:
+        count[0] += 1
+        if count[0] < 3:
+            raise KeyboardInterrupt
+        touch(pages)
+
+    own.touch = interrupted  # type: ignore[method-assign]
+
+    def fail(ticket: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(job.trainer.client, "wait", fail)
+    with pytest.raises(TimeoutError):
+        job.step()
+    assert count[0] == 3
+    assert not job.mapped.is_attached
+
+
+def test_pages_that_are_locked_in_memory_are_written_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+
+    class Locked:
+        def madvise(self, *_: Any) -> int:
+            return -1
+
+    monkeypatch.setattr(mapped_parameters, "_libc", Locked)
+    job.mapped.copy_pages()
+    for _ in range(4):
+        job.step()
+    assert job.is_right()
+
+
+def test_values_that_a_failed_step_may_still_change_are_a_copy(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+    client = job.trainer.client
+    wait = client.wait
+
+    def interrupted(ticket: Any) -> Any:
+        wait(ticket)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.step()
+    monkeypatch.undo()
+    assert not job.mapped.is_attached
+    job.count = 2
+    assert job.is_right()
+    job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
+def test_values_of_two_steps_are_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed while it changed them never finishes."""
+    monkeypatch.setattr(mapped_parameters, "_PATIENCE_S", 0.05)
+    job.step()
+    (own,) = job.mapped._ranges.values()
+    own._count = np.ones(1, np.int64)
+    with pytest.warns(RuntimeWarning, match="partly of one step and partly of the next"):
+        job.mapped.detach()
+    job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
+def test_a_copy_is_made_again_if_the_server_changed_the_values_meanwhile(job: Job) -> None:
+    job.step()
+    (own,) = job.mapped._ranges.values()
+    touch, touched = own.touch, []
+    own._count = np.zeros(1, np.int64)
+
+    def meanwhile(pages: int | None = None) -> None:
+        touch(pages)
+        touched.append(pages)
+        own._count += 2 if len(touched) == 1 else 0
+
+    own.touch = meanwhile  # type: ignore[method-assign]
+    job.mapped.detach()
+    assert len(touched) == 2
+    assert job.is_right()
+
+
+def test_values_that_came_with_the_answer_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_parameters, "LEAST_MAPPED_BYTES", 1 << 40)
+    made = Job()
+    made.step()
+    assert not made.mapped.is_attached
+    monkeypatch.setattr(made.trainer.client, "pull", None)
+    made.step()
+    assert made.is_right()
+    monkeypatch.undo()
+    made.end()
+
+
+def test_a_copy_waits_until_the_server_has_changed_the_values(job: Job) -> None:
+    job.step()
+    exchange = job.trainer._exchange
+    assert isinstance(exchange, SyncExchange)
+    assert job.mapped.holds()
+    wanted = [p.detach() + 2 for p in job.net.dense()]
+    table = DenseTable(DenseTableConfig("mlp", sum(p.numel() for p in wanted)))
+    found: list[OfferedRow] = []
+    table.lie_in(OfferedRow, found.append)
+    (memory,) = found
+    memory.row[:] = np.concatenate([p.numpy().reshape(-1) for p in wanted]) - 2
+    job.mapped.attach({next(iter(job.mapped.given())): memory.place})
+
+    def change() -> None:
+        memory.row[:] += 1
+        memory.end()
+
+    memory.begin()
+    memory.row[:] += 1
+    threading.Timer(0.1, change).start()
+    job.mapped.detach()
+    assert all(torch.equal(p, value) for p, value in zip(job.net.dense(), wanted, strict=True))
+
+
+# -- where there is no such memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["memory", "page map", "faults", "offer"])
+def test_values_are_copied_where_memory_cannot_be_mapped(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotShared("this test has none.")
+
+    if fails == "memory":
+        monkeypatch.setattr(mapped_parameters, "open_memory", refuse)
+    elif fails == "page map":
+        monkeypatch.setattr(mapped_parameters._Range, "is_written", lambda own, pages: False)
+    elif fails == "faults":
+        monkeypatch.setattr(mapped_parameters, "_num_faults", lambda: 3)
+    else:
+        monkeypatch.setattr("fleet.ps.server.offered_row.make_memory", refuse)
+    made = Job()
+    for _ in range(4):
+        made.step()
+    assert not made.mapped.is_attached
+    assert made.is_right()
+    made.end()
+
+
+def test_several_servers_and_small_models_have_copies() -> None:
+    def work(own: Fleet, rank: int, net: Net, model: Any, optimizer: Any) -> Any:
+        train(model, optimizer, range(4), rank)
+        return copy.deepcopy(net), mapped_of(own).is_attached
+
+    (net, is_mapped), _ = run_workers(work, num_servers=2)
+    assert not is_mapped
+    assert differs(net, plain(4, 0, 1)) < 1e-6
+    small = ServedJob("sync", lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)), RATE)
+    small.step()
+    assert not mapped_of(small.own).is_attached
+    small.end()
+
+
+def test_memory_that_is_not_the_servers_is_refused(job: Job) -> None:
+    good = {1: {"pid": os.getpid(), "fd": 0, "word": "0" * 32, "bytes": 1 << 20}}
+    for wrong in ({}, {1: {**good[1], "bytes": 4096}}, {1: {**good[1], "bytes": "x"}}, good, {7: good[1]}):
+        with pytest.raises(NotShared):
+            job.mapped.attach(wrong)
+        assert not job.mapped.is_attached
+    job.step()
+    assert job.is_right()
+
+
+def test_a_server_refuses_to_offer_rows_and_other_workers(job: Job) -> None:
+    client = job.trainer.client
+    with pytest.raises(PSError, match="MAP takes a list of tables"):
+        client.map_values(["x"])
+    job.step()
+    with pytest.raises(PSError, match="sparse"):
+        client.map_values([0])
+    with pytest.raises(PSError, match="does not exist"):
+        client.map_values([99])
+    job.step()
+    assert job.is_right()
