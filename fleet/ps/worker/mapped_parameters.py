@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.autograd.graph import increment_version
 
@@ -82,16 +83,18 @@ class MappedParameters:
         parameters = [p for part in self._parts for p in part.parameters]
         if 4 * sum(p.numel() for p in parameters) < LEAST_MAPPED_BYTES or not all(map(self._can_move, parameters)):
             return False
+        ranges = {part.table_id: _Range(part.config.size) for part in self._parts}
         with torch.inference_mode(False):
             for part in self._parts:
-                own = self._ranges[part.table_id] = _Range(part.config.size)
-                part.values(own.values)
+                values = ranges[part.table_id].values
+                part.values(values)
                 at = 0
                 for parameter in part.parameters:
                     end = at + parameter.numel()
-                    parameter.data = torch.from_numpy(own.values[at:end].reshape(parameter.shape))
-                    self._places.append((parameter, _place_of(parameter)))
+                    parameter.data = torch.from_numpy(values[at:end].reshape(parameter.shape))
                     at = end
+        # Where a signal comes before, some lie in ranges that nothing fills, and all are copied from now on.
+        self._ranges, self._places = ranges, [(parameter, _place_of(parameter)) for parameter in parameters]
         return True
 
     def attach(self, places: Mapping[int, Mapping[str, Any]]) -> None:
@@ -142,7 +145,7 @@ class MappedParameters:
 
     def copy_pages(self) -> None:
         """Makes the values a copy, which :meth:`restore` drops."""
-        for own in self._ranges.values() if self.is_attached else ():
+        for own in self._ranges.values():
             own.copy_pages()
 
     def holds(self) -> bool:
@@ -215,8 +218,7 @@ class _Range:
         self.values = self._whole[: 4 * size].view(np.float32)
         self._entries = np.zeros(self._bytes // mmap.PAGESIZE, np.uint64)
         self._entry_bytes = memoryview(self._entries).cast("B")  # type: ignore[arg-type]
-        self.given: Rows | None = None  # the server's values, also while this range has its own
-        self._count: Any = None
+        self._file: NDArray[np.uint8] | None = None  # the server's memory, while this range may follow it
 
     def attach(self, place: Mapping[str, Any]) -> None:
         size = place.get("bytes")
@@ -224,30 +226,37 @@ class _Range:
             raise NotShared(f"the server offers {size!r} bytes for values of {self._bytes}.")
         fd = open_memory(place, size, writes=False)
         try:
-            file = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+            # Noted first: where a signal comes in between, the pages are taken for the server's, and are copied.
+            self._file = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
             _map_over(self._at, self._bytes, fd)
         finally:
             os.close(fd)
-        self.given = file[: self.values.nbytes].view(np.float32)
-        self._count = file[-_COUNT_BYTES:].view(np.int64)
+
+    @property
+    def given(self) -> Rows | None:
+        """The server's values, while this range may follow them."""
+        return None if self._file is None else self._file[: self.values.nbytes].view(np.float32)
 
     def touch(self, pages: int | None = None) -> None:
         """Makes the first ``pages`` pages copies, all by default; their values stay."""
         self._whole[:: mmap.PAGESIZE][:pages] |= 0
 
     def detach(self) -> None:
-        if self.given is not None:
+        if self._file is not None:
             self.copy_pages()
-            self.given = self._count = None
+            self._file = None
 
     def copy_pages(self) -> None:
         """Makes all pages copies, with the values of one step unless the server stopped while it changed them."""
+        if self._file is None:
+            return
+        count = self._file[-_COUNT_BYTES:].view(np.int64)
         end = time.monotonic() + _PATIENCE_S
         while True:
-            before = int(self._count[0])
+            before = int(count[0])
             if before % 2 == 0:
                 self.touch()
-                if before == int(self._count[0]):
+                if before == int(count[0]):
                     return
                 self.restore()
             if time.monotonic() > end:
@@ -268,6 +277,7 @@ class _Range:
 
     def restore(self) -> None:
         if _libc().madvise(self._at, self._bytes, _DONT_NEED):  # the process has locked its pages in memory
+            assert self.given is not None
             self.values[:] = self.given
 
 

@@ -155,6 +155,53 @@ def test_a_map_that_is_sent_again_after_an_interruption_leaves_no_doubt(
     assert job.is_right()
 
 
+def test_an_interruption_while_parameters_move_leaves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    views = [net.middle.weight.data]
+    job = ServedJob("sync", lambda: net, RATE)
+    train(job.model, job.optimizer, range(2), 0)
+    views.clear()
+    from_numpy, count = torch.from_numpy, [0]
+
+    def interrupted(array: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+        return from_numpy(array)
+
+    mapped = mapped_of(job.own)
+    job.trainer.plan.watch.release()
+    monkeypatch.setattr(torch, "from_numpy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mapped.place()
+    monkeypatch.undo()
+    train(job.model, job.optimizer, range(2, 6), 0)
+    assert not mapped.is_attached
+    assert differs(net, plain(6)) < 1e-6
+    job.end()
+
+
+def test_an_interruption_of_mapping_leaves_values_that_stay(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+    map_over = mapped_parameters._map_over
+
+    def interrupted(*given: Any) -> None:
+        map_over(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mapped_parameters, "_map_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.trainer.flush()
+    monkeypatch.undo()
+    (own,) = job.mapped._ranges.values()
+    assert not job.mapped.is_attached
+    assert own.given is not None  # it is taken for the server's
+    for _ in range(3):
+        job.step()
+    assert job.mapped.holds()
+    assert job.is_right()
+
+
 def test_a_second_interruption_does_not_leave_values_that_change(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.step()
     (own,) = job.mapped._ranges.values()
@@ -213,12 +260,19 @@ def test_values_that_a_failed_step_may_still_change_are_a_copy(job: Job, monkeyp
     assert job.is_right()
 
 
+def counting(own: Any, count: int) -> Any:
+    """Returns a copy of the server's memory in which it has changed the values ``count`` times."""
+    file = own._file.copy()
+    file[-8:].view(np.int64)[0] = count
+    return file
+
+
 def test_values_of_two_steps_are_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was killed while it changed them never finishes."""
     monkeypatch.setattr(mapped_parameters, "_PATIENCE_S", 0.05)
     job.step()
     (own,) = job.mapped._ranges.values()
-    own._count = np.ones(1, np.int64)
+    own._file = counting(own, 1)
     with pytest.warns(RuntimeWarning, match="partly of one step and partly of the next"):
         job.mapped.detach()
     job.step()
@@ -230,12 +284,12 @@ def test_a_copy_is_made_again_if_the_server_changed_the_values_meanwhile(job: Jo
     job.step()
     (own,) = job.mapped._ranges.values()
     touch, touched = own.touch, []
-    own._count = np.zeros(1, np.int64)
+    own._file = file = counting(own, 0)
 
     def meanwhile(pages: int | None = None) -> None:
         touch(pages)
         touched.append(pages)
-        own._count += 2 if len(touched) == 1 else 0
+        file[-8:].view(np.int64)[0] += 2 if len(touched) == 1 else 0
 
     own.touch = meanwhile  # type: ignore[method-assign]
     job.mapped.detach()
