@@ -25,11 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from fleet.ps.wire.memory_file import NotShared, make_memory
+from fleet.ps.wire.memory_file import COUNT_BYTES, NotShared, count_in, make_memory
 
 __all__ = ["OfferedRow", "TableReader"]
-
-_COUNT_BYTES = 8
 
 
 class TableReader:
@@ -53,16 +51,16 @@ class OfferedRow:
     _fd = -1
 
     def __init__(self, length: int) -> None:
-        size = -(-(4 * length + _COUNT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-(4 * length + COUNT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fd, place = make_memory(size)
         self.place: dict[str, Any] = {**place, "bytes": size}
         try:
-            whole = mmap.mmap(self._fd, size)
+            whole = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)
         except (OSError, ValueError) as error:
             self.close()
             raise NotShared(f"no memory to share: {error}.") from None
-        self.row = np.frombuffer(whole, np.float32, length)
-        self._count = np.frombuffer(whole, np.int64, 1, size - _COUNT_BYTES)
+        self.row = whole[: 4 * length].view(np.float32)
+        self._count = count_in(whole)
         self.readers: set[TableReader] = set()
 
     def may_change(self, step: int) -> bool:

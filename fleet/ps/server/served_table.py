@@ -376,14 +376,15 @@ class ServedDense:
 
     def is_read_by(self, reader: TableReader) -> bool:
         """Returns whether the table lies where ``reader`` reads it."""
-        memory = self.table.memory
-        return isinstance(memory, OfferedRow) and reader in memory.readers
+        return reader in self._readers()
 
     def forget(self, reader: TableReader) -> None:
         """Notes that ``reader`` reads the values no longer."""
+        self._readers().discard(reader)
+
+    def _readers(self) -> set[TableReader]:
         memory = self.table.memory
-        if isinstance(memory, OfferedRow):
-            memory.readers.discard(reader)
+        return memory.readers if isinstance(memory, OfferedRow) else set()
 
     def set_values(self, part: TablePart) -> None:
         """Replaces the values."""

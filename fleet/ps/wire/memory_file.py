@@ -14,9 +14,14 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fleet.errors import PSError
 
-__all__ = ["NotShared", "make_memory", "open_memory"]
+__all__ = ["COUNT_BYTES", "NotShared", "count_in", "make_memory", "open_memory"]
+
+COUNT_BYTES = 8
 
 _NAME = "fleet-ps-{}"
 _WORD_BYTES = 16
@@ -78,3 +83,8 @@ def open_memory(place: Mapping[str, Any], size: int, *, writes: bool) -> int:
         os.close(fd)
         raise NotShared("it is not memory that this user made for it.")
     return fd
+
+
+def count_in(memory: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Returns where a writer counts its changes, int64 [1]: the last :data:`COUNT_BYTES` of ``memory``."""
+    return memory[-COUNT_BYTES:].view(np.int64)

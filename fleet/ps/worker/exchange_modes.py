@@ -11,7 +11,7 @@ geo            the worker trains alone and exchanges differences every ``k_steps
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -166,13 +166,16 @@ class SyncExchange:
         if self.client.maps and not self._mapped.holds():  # after a failure, or with another tensor in a parameter
             self._unmap()
         self.plan.watch.excuse()  # a step that fails may have written a part
+        takes = self._takes()
         try:
             with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
                 with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
                     everything = self._everything(gradients, places, spare)
-                    ticket = self.client.push(everything, positions=positions, out=self._takes(), changed=changed)
+                    ticket = self.client.push(everything, positions=positions, out=takes, changed=changed)
                 self.client.wait(ticket)
-            self._take_rest(ticket.given)
+            rest = {table_id: take for table_id, take in takes.items() if table_id not in ticket.given}
+            if not (self.client.maps and self._mapped.is_attached):  # or they lie in the parameters
+                self._receive(rest)
         except BaseException:
             self._mapped.detach_whatever_comes()  # the server may still change the values
             raise
@@ -190,12 +193,6 @@ class SyncExchange:
     def _take(self, part: DensePart, values: Rows, start: int = 0) -> None:
         self._mapped.detach()
         part.assign(values, start)
-
-    def _take_rest(self, given: Container[int]) -> None:
-        """Takes the values that the answer to a push did not bring, unless they lie in the parameters."""
-        takes = {table_id: take for table_id, take in self._takes().items() if table_id not in given}
-        if takes and not (self.client.maps and self._mapped.is_attached):
-            self._receive(takes)
 
     # -- parameters in the server's memory -----------------------------------------------------------------------
 

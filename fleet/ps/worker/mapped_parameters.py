@@ -36,13 +36,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from fleet.ps.client.shards import Rows
-from fleet.ps.wire.memory_file import NotShared, open_memory
+from fleet.ps.wire.memory_file import NotShared, count_in, open_memory
 from fleet.ps.worker.dense_part import DensePart, is_plain
 
 __all__ = ["LEAST_MAPPED_BYTES", "MappedParameters"]
 
 LEAST_MAPPED_BYTES = 1 << 16  # copying less is as fast as asking the system what was written
-_COUNT_BYTES = 8
 _ENTRY_BYTES = 8  # of the page map: one number for each page
 _FILE_BIT = 61  # of it: the page is the file's; the two bits above it: it is in memory, it is in swap
 _PATIENCE_S = 0.5  # for a server that is changing the values
@@ -250,7 +249,7 @@ class _Range:
         """Makes all pages copies, with the values of one step unless the server stopped while it changed them."""
         if self._file is None:
             return
-        count = self._file[-_COUNT_BYTES:].view(np.int64)
+        count = count_in(self._file)
         end = time.monotonic() + _PATIENCE_S
         while True:
             before = int(count[0])

@@ -19,8 +19,8 @@ from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.worker import mapped_parameters
 from fleet.ps.worker.exchange_modes import SyncExchange
-from tests.helpers.mapped_job import RATE, Job, Net, differs, mapped_of, plain, run_workers, train
-from tests.helpers.served import ServedJob
+from tests.helpers.mapped_job import RATE, Job, Net, differs, ids_of, mapped_of, plain, run_workers, train
+from tests.helpers.served import ServedJob, run_job, strategy_of
 
 
 @pytest.fixture
@@ -355,6 +355,45 @@ def test_values_are_copied_where_memory_cannot_be_mapped(fails: str, monkeypatch
     assert not made.mapped.is_attached
     assert made.is_right()
     made.end()
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_group_without_gradients_here_takes_the_steps_of_others(
+    is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_mapped:
+        monkeypatch.setattr(mapped_parameters, "LEAST_MAPPED_BYTES", 1 << 40)
+
+    def loss(net: Any, step: int, rank: int) -> torch.Tensor:
+        hidden = net.hidden(net.emb(ids_of(step, rank)))
+        return (net.out(net.middle(hidden)) if rank else hidden).square().mean()
+
+    def groups(net: Net) -> list[dict[str, Any]]:
+        first = [*net.emb.parameters(), *net.hidden.parameters()]
+        return [{"params": first}, {"params": [*net.middle.parameters(), *net.out.parameters()]}]
+
+    def work(own: Fleet, rank: int) -> Any:
+        net = Net()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(groups(net), RATE), strategy_of("sync"))
+        model = own.distributed_model(net)
+        own.init_worker()
+        for step in range(4):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+            assert mapped_of(own).is_attached == is_mapped
+        after = copy.deepcopy(net)  # stop_worker() takes the servers' values
+        own.stop_worker()
+        return after
+
+    nets = run_job(work, num_workers=2, strategy=strategy_of("sync"))
+    wanted = Net()
+    made = torch.optim.SGD(groups(wanted), RATE)
+    for step in range(4):
+        made.zero_grad()
+        ((loss(wanted, step, 0) + loss(wanted, step, 1)) / 2).backward()
+        made.step()
+    assert max(differs(net, wanted) for net in nets) < 1e-6
 
 
 def test_several_servers_and_small_models_have_copies() -> None:
