@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ from fleet.ps.server.job_state import Refused
 from fleet.ps.server.offered_row import OfferedRow, TableReader
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.ids import UniqueKeys, mean_of, sum_rows
+from fleet.ps.table.ids import UniqueKeys, sum_rows
+from fleet.ps.table.kernels.numba_cache import naming_the_cause
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.wire.messages import TablePart
@@ -88,8 +90,16 @@ def missing_parts(parts: Sequence[TablePart], stamps: Mapping[int, Stamps], lsn:
     return missing
 
 
+@dataclass(slots=True)
+class MeanPart(TablePart):
+    """The mean of dense parts, which has no rows: the table makes it while it applies it."""
+
+    gradients: Sequence[NDArray[np.float32]] = ()
+    divisor: int = 1
+
+
 def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = False) -> TablePart:
-    """Returns the mean of one part per worker; a worker without an id counts as zero.
+    """Returns the mean of one part per worker, of dense ones a :class:`MeanPart`; one without an id counts as zero.
 
     The float32 sums run in the order of ``parts``, so the result depends only on that order.
 
@@ -102,7 +112,7 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     first = parts[0]
     if first.ids is None:
         every = [part.rows.reshape(-1) for part in parts if part.rows is not None]
-        return TablePart(first.table_id, first.n, 1, rows=mean_of(every, divisor).reshape(-1, 1))
+        return MeanPart(first.table_id, first.n, 1, gradients=every, divisor=divisor)
     keys, inverse = UniqueKeys()(np.concatenate([part.ids for part in parts if part.ids is not None]))
     rows = sum_rows(np.concatenate([part.rows for part in parts if part.rows is not None]), inverse, len(keys))
     with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
@@ -129,9 +139,13 @@ def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> Se
     """Returns an empty table of ``spec`` with all its kernels; its rows on disk lie in ``folder``."""
     config = config_of_spec(spec)
     if isinstance(config, DenseTableConfig):
-        return ServedDense(DenseTable(config))
+        dense = DenseTable(config)
+        dense.load_kernels()
+        return ServedDense(dense)
     table = SparseTable(config, folder)
     table.load_kernels()
+    with naming_the_cause():
+        merge_parts([TablePart(0, 1, 1, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))], 1)
     return ServedSparse(table)
 
 
@@ -343,6 +357,9 @@ class ServedDense:
 
     def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
         """Applies a gradient, that of ``step`` where workers wait for it."""
+        if isinstance(part, MeanPart):
+            self.table.push_mean(part.gradients, part.divisor, step)
+            return
         assert part.rows is not None
         self.table.push(part.rows.reshape(-1), step)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigError
 from fleet.ps.table.gate import Gate
+from fleet.ps.table.ids import addressed, mean_of
 from fleet.ps.table.kernels.numba_cache import load_kernels, naming_the_cause
 from fleet.ps.table.layout import Float32s
 from fleet.ps.table.rules import Rule
@@ -95,7 +96,13 @@ class DenseTable:
             kernels = load_kernels("rule_kernels")
             with naming_the_cause():
                 self._update = kernels.update_function(config.rule.name)
+                self._update_address = kernels.update_address(config.rule)
             self._params = kernels.rule_parameters(config.rule)
+
+    def load_kernels(self) -> None:
+        """Loads the kernels of every push now, as :meth:`SparseTable.load_kernels` does."""
+        with naming_the_cause():
+            DenseTable(replace(self.config, size=0)).push_mean([np.empty(0, f32)], 1)
 
     def pull(self, out: Float32s | None = None) -> Float32s:
         """Returns the values, written to ``out`` where given."""
@@ -135,6 +142,19 @@ class DenseTable:
                 self._values += gradient
             elif len(gradient):
                 self._push_by_kernel(np.ascontiguousarray(gradient))
+
+    def push_mean(self, gradients: Sequence[Float32s], divisor: float, step: int = 0) -> None:
+        """Applies the sum of ``gradients``, in the order given, over ``divisor``, as :meth:`push` does."""
+        if not self._rule.spec.by_element:
+            self.push(mean_of(gradients, divisor), step)
+            return
+        kept, sources = addressed(gradients)
+        self._check("gradient", kept[0])
+        kernels = load_kernels("id_kernels")
+        piece, places = np.empty(kernels.PIECE, np.float32), np.empty(2, np.int64)
+        where = _address(sources), len(kept), self.config.size, float(divisor), _address(piece), self._update_address
+        with self._changing(step):  # which may move the row
+            kernels.push_mean(*where, _address(self._row), _address(places), _address(self._params))
 
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""

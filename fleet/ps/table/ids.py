@@ -108,15 +108,24 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
 
 def mean_of(arrays: Sequence[Float32s], divisor: float) -> Float32s:
     """Returns the sum of float32 arrays [n], in the order given, over ``divisor``."""
+    kept, sources = addressed(arrays)
+    out = np.empty(len(kept[0]), np.float32)
+    load_kernels("id_kernels").mean_of(_address(sources), len(kept), len(out), float(divisor), _address(out))
+    return out
+
+
+def addressed(arrays: Sequence[Float32s]) -> tuple[list[Float32s], Int64s]:
+    """Returns float32 arrays of one length, contiguous, and their addresses, which are good while the first live.
+
+    Raises:
+        ConfigError: they are none, or of other types, or lengths.
+    """
     for array in arrays:
         _check_array("values", array, np.float32, 1)
     kept = [np.ascontiguousarray(array) for array in arrays]
     if len({len(array) for array in kept}) != 1:
         raise ConfigError(f"arrays of {[len(array) for array in kept]} numbers have no mean.")
-    sources = np.array([_address(array) for array in kept], np.int64)
-    out = np.empty(len(kept[0]), np.float32)
-    load_kernels("id_kernels").mean_of(_address(sources), len(kept), len(out), divisor, _address(out))
-    return out
+    return kept, np.array([_address(array) for array in kept], np.int64)
 
 
 def in_pieces(count: int) -> Iterator[Int64s]:

@@ -49,6 +49,11 @@ class RuleSpec:
     sparse: bool = True
     dense: bool = False
 
+    @property
+    def by_element(self) -> bool:
+        """Whether a piece of a row is updated as it would be within the whole, with one number of state or none."""
+        return self.sparse and not self.per_row and len(self.per_dim) <= 1
+
 
 RULES: dict[str, RuleSpec] = {
     "sgd": RuleSpec(0, {LEARNING_RATE: 0.05, **_DECAY, **_BOUNDS}, dense=True),

@@ -3,10 +3,24 @@
 
 from __future__ import annotations
 
-from fleet.ps.table.kernels.common import f32, floats, i32, i64, ints, kernel, mix, octets, prefetch, u64, words
+from fleet.ps.table.kernels.common import (
+    call_update,
+    f32,
+    floats,
+    i32,
+    i64,
+    ints,
+    kernel,
+    mix,
+    octets,
+    prefetch,
+    small_part,
+    u64,
+    words,
+)
 
 _AHEAD = 16
-_CACHED = 1 << 12  # so many sums stay in the processor's first cache until they are complete
+PIECE = 1 << 10  # so many sums stay in the processor's first cache until they are complete
 
 
 @kernel
@@ -86,25 +100,46 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
             target[j] += source[j]
 
 
+@small_part
+def mean_of_piece(sources, count, start, size, divisor, out):
+    """Writes the sums of ``size`` numbers from ``start`` of ``count`` arrays, added in order to 0, over ``divisor``."""
+    arrays, scale, none = words(sources), f32(divisor), f32(0.0)
+    total, first = floats(out), floats(arrays[0] + 4 * start)
+    if count == 1:
+        for j in range(size):
+            total[j] = (none + first[j]) / scale
+        return
+    for i in range(1, count - 1):
+        source = floats(arrays[i] + 4 * start)
+        for j in range(size):
+            total[j] = (none + first[j]) + source[j]
+        first = total
+    last = floats(arrays[count - 1] + 4 * start)
+    for j in range(size):
+        total[j] = ((none + first[j]) + last[j]) / scale
+
+
 @kernel
 def mean_of(sources, count, n, divisor, out):
-    """Writes the sums of ``count`` arrays of ``n`` numbers, added in their order to 0, over ``divisor``."""
-    arrays, scale, none = words(sources), f32(divisor), f32(0.0)
-    for start in range(0, n, _CACHED):
-        size = min(_CACHED, n - start)
-        total, first = floats(out + 4 * start), floats(arrays[0] + 4 * start)
-        if count == 1:
-            for j in range(size):
-                total[j] = (none + first[j]) / scale
-            continue
-        for i in range(1, count - 1):
-            source = floats(arrays[i] + 4 * start)
-            for j in range(size):
-                total[j] = (none + first[j]) + source[j]
-            first = total
-        last = floats(arrays[count - 1] + 4 * start)
-        for j in range(size):
-            total[j] = ((none + first[j]) + last[j]) / scale
+    """Writes the means of ``count`` arrays of ``n`` numbers."""
+    for start in range(0, n, PIECE):
+        mean_of_piece(sources, count, start, min(PIECE, n - start), divisor, out + 4 * start)
+
+
+@kernel
+def push_mean(sources, count, n, divisor, piece, update, row, places, params):
+    """Updates a row of ``n`` weights and as many of state or none by the mean of ``count`` gradients, each once.
+
+    The mean is never in memory as a whole, but a :data:`PIECE` at a time in ``piece``. ``update`` is the address of a
+    rule whose elements do not depend on each other; ``places`` is room for two words.
+    """
+    rows, order = words(places), places + 8
+    ints(order)[0] = i32(0)
+    for start in range(0, n, PIECE):
+        size = min(PIECE, n - start)
+        mean_of_piece(sources, count, start, size, divisor, piece)
+        rows[0] = row + 4 * start
+        call_update(update, places, 1, order, piece, size, 0, 0, size, n, params)
 
 
 @kernel

@@ -7,8 +7,9 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.ps.client.merge import merge_gradients, sum_by_id
-from fleet.ps.server.served_table import merge_parts
+from fleet.ps.server.served_table import ServedDense, merge_parts
 from fleet.ps.table.accessor import Accessor
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.ids import mean_of
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import rule_from_paddle
@@ -86,11 +87,15 @@ def test_merging_sums_statistics():
         assert rows(client, [2])[0, 0] == -4
 
 
-def test_a_mean_of_many_dense_values_is_that_of_whole_sums():
+def test_the_mean_of_dense_parts_is_made_where_it_is_applied():
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 70_001, 1)).astype(np.float32)
     merged = merge_parts([TablePart(0, 70_001, 1, rows=rows) for rows in values], 3)
-    np.testing.assert_array_equal(merged.rows, (values[0] + values[1] + values[2]) / np.float32(3))
+    assert (merged.table_id, merged.n, merged.rows) == (0, 70_001, None)
+    served = ServedDense(DenseTable(DenseTableConfig("d", 70_001, SGD)))
+    served.push(merged)
+    mean = (values[0] + values[1] + values[2]) / np.float32(3)
+    np.testing.assert_array_equal(served.table.pull(), -mean.reshape(-1))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -11,6 +11,8 @@ import torch
 
 from fleet.errors import ConfigError
 from fleet.ps import DenseTable, DenseTableConfig, Rule
+from fleet.ps.table.kernels.id_kernels import PIECE
+from fleet.ps.table.rules import LEARNING_RATE, RULES
 from tests.fleet.ps.reference_rules import ReferenceDenseTable
 
 
@@ -43,6 +45,55 @@ def test_follows_torch(use_kernels: bool, rule: Rule, make: Callable[..., torch.
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
     np.testing.assert_allclose(table.pull(), parameter.detach().numpy(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, 2 * PIECE + 17])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("sgd", {"weight_decay": 0.1, "lower_bound": -1.0, "upper_bound": 0.5}),
+        Rule("momentum", {"nesterov": 1.0, "weight_decay": 0.1}),
+        Rule("adagrad", {"initial_accumulator": 0.25}),
+        Rule("sum"),
+        Rule("adam"),
+        Rule("adam_d2sum"),
+        Rule("summary"),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_a_mean_is_applied_as_one_gradient(rule: Rule, size: int, count: int) -> None:
+    """Values and state are bit for bit those of a push of the mean, whether or not the rule takes it in pieces."""
+    rng = np.random.default_rng(size + count)
+    start = rng.normal(size=size).astype(np.float32)
+    tables = [DenseTable(DenseTableConfig("d", size, rule)) for _ in range(2)]
+    for table in tables:
+        table.set_values(start)
+    for step in range(3):
+        gradients = [rng.normal(size=size).astype(np.float32) for _ in range(count)]
+        tables[0].push_mean(gradients, count + step)
+        total = np.zeros(size, np.float32)
+        for gradient in gradients:
+            total += gradient
+        tables[1].push(total / np.float32(count + step))
+        if LEARNING_RATE in rule:
+            tables[1].learning_rate = tables[0].learning_rate = 0.01
+    for found, wanted in zip(tables[0].read_state(), tables[1].read_state(), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_which_rules_take_a_row_in_pieces() -> None:
+    found = {name for name, spec in RULES.items() if spec.by_element}
+    assert found == {"sgd", "momentum", "adagrad", "std_adagrad", "sum"}
+
+
+def test_a_mean_of_other_sizes_is_refused() -> None:
+    table = DenseTable(DenseTableConfig("d", 3, Rule("sgd")))
+    with pytest.raises(ConfigError, match=r"gradient is float32 \(4,\); it takes float32 \(3,\)"):
+        table.push_mean([np.ones(4, np.float32)] * 2, 2)
+    with pytest.raises(ConfigError, match=r"arrays of \[3, 4\] numbers have no mean"):
+        table.push_mean([np.ones(3, np.float32), np.ones(4, np.float32)], 2)
+    assert not table.pull().any()
 
 
 def test_adam_d2sum() -> None:
