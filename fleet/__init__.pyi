@@ -454,9 +454,17 @@ def load(path: str, **kwargs: Any) -> Any:
 def load_model(path: Path, mode: int = 0) -> None:
     """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
 
+    The servers read and check the whole save before the first one loads.
+
     Args:
         path: a folder that ``save_persistables`` wrote.
         mode: accepted; a save records what it holds.
+
+    Raises:
+        PSError: a server refuses the save; all workers raise it, the message ends with "Nothing was loaded.", and
+            servers and workers go on as before. Or a server failed after the check; the workers then have what the
+            servers hold, and the message says to load another save before training goes on.
+        CheckpointError: the optimizer's state of a hybrid job is damaged; nothing was loaded.
     """
 
 def load_one_table(table_id: int, path: Path, mode: int = 0) -> None:

@@ -49,8 +49,8 @@ def load_paddle_table(table: SparseTable, dirname: str | Path, table_id: int = 0
         num_shards: ``shard_num`` of the table in Paddle.
 
     Raises:
-        CheckpointError: files are missing, are there twice or are damaged, or hold rows of another shape. A table that
-            was empty before is empty again.
+        CheckpointError: files are missing, are there twice or are damaged, or hold rows of another shape; the table is
+            unchanged.
 
     Example:
         >>> config = ps.SparseTableConfig("ads", 8, ps.rule_from_paddle("SparseAdamSGDRule"), accessor=ps.Accessor())

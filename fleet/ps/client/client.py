@@ -51,11 +51,15 @@ from fleet.ps.wire.positions import Positions, positions_tail
 from fleet.ps.wire.row_form import Remainders, wire_parts
 from fleet.ps.wire.transport import SocketTransport, Transport
 
-__all__ = ["Client", "Gradient", "Ticket", "fill"]
+__all__ = ["Client", "Gradient", "NothingLoaded", "Ticket", "fill"]
 
 TakeChanged = Callable[[Mapping[int, tuple[Keys, Rows]]], None]
 _LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
 _DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer
+
+
+class NothingLoaded(PSError):  # noqa: N818
+    """A save was refused before any server had loaded a part of it."""
 
 
 @dataclass(slots=True)
@@ -502,10 +506,24 @@ class Client:
         return sum(int(answer["rows"]) for answer in self._all(Op.SAVE, fields))
 
     def load(self, dirname: str, *, tables: Sequence[int] | None = None, key: str = "") -> int:
-        """Makes every server read its share of a save by any number of servers, once per ``key``; returns the rows."""
-        self._remainders.forget(list(self.tables) if tables is None else tables)
+        """Makes every server read its share of a save by any number of servers, once per ``key``; returns the rows.
+
+        All servers check their shares first, so that what one of them refuses changes no table on any.
+
+        Raises:
+            NothingLoaded: a server refuses its share.
+            PSError: a server is away, or failed after the check; then the message says that tables may be partly
+                loaded.
+        """
         fields = {"dirname": dirname, "tables": tables, "load_id": key or secrets.token_hex(8)}
-        return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, fields))
+        for link, answer in zip(self._links, self._all(Op.LOAD, {**fields, "check": True}), strict=True):
+            if reason := answer.get("refused"):
+                raise NothingLoaded(f"{link.name}: {reason} Nothing was loaded.")
+        self._remainders.forget(list(self.tables) if tables is None else tables)
+        try:
+            return sum(int(answer["rows"]) for answer in self._all(Op.LOAD, fields))
+        except PSError as error:
+            raise PSError(f"{error} Tables may be partly loaded: load another save before training goes on.") from error
 
     def snapshot(self) -> None:
         """Makes every server write a snapshot of its state now."""

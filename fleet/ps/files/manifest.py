@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ FORMAT = 1
 _NAME = re.compile(r"part-([0-9]{3,9})\.json")
 _DATA = re.compile(r"part-([0-9]{3,9})-[0-9a-f]{12}\.(rows|dense)")
 _MAX_SERVERS, _MAX_BYTES = 1 << 16, 1 << 28
+_SHOWN = 20  # tables in a message
 
 
 Mine = Callable[[Int64s], npt.NDArray[np.bool_]]  # which of the given keys belong here
@@ -171,7 +172,7 @@ def read_parts(folder: Path) -> list[Manifest]:
     """
     found = {number: path for path in folder.glob("part-*.json") if (number := part_number(path)) is not None}
     if not found:
-        raise CheckpointError(f"{folder}: no saved table here (no part-NNN.json).{_what_is_there(folder)}")
+        raise CheckpointError(_what_is_there(folder))
     parts = [read_manifest(found[server]) for server in sorted(found)]
     saves = sorted({(part.num_servers, part.save_id, part.kind) for part in parts})
     if len(saves) > 1:
@@ -205,11 +206,14 @@ def extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
     return [e for e in part.extents if ranges is None or (e.first < ranges[1] and ranges[0] <= e.last)]
 
 
-def blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None = None) -> Iterator[tuple[int, RowBlock]]:
+def blocks_of(
+    folder: Path, part: Manifest, ranges: tuple[int, int] | None = None, *, row_floats: int | None = None
+) -> Iterator[tuple[int, RowBlock]]:
     """Yields each block of a part that may hold keys of ``ranges``, and the byte of the row file where it begins.
 
     Raises:
-        CheckpointError: the row file is damaged, or holds other numbers of rows than the manifest says.
+        CheckpointError: the row file is damaged, holds other numbers of rows than the manifest says, or rows of
+            another width than ``row_floats``.
     """
     path = folder / part.data
     with open_plain(path) as file:
@@ -219,6 +223,11 @@ def blocks_of(folder: Path, part: Manifest, ranges: tuple[int, int] | None = Non
             while (start := file.tell()) < extent.offset + extent.num_bytes:
                 block = read_block(file, path)
                 rows += len(block)
+                if row_floats is not None and len(block) and block.values.shape[1] != row_floats:
+                    raise CheckpointError(
+                        f"{path}: rows of {block.values.shape[1]} floats; the table's have {row_floats}. The file is "
+                        "damaged; load another checkpoint."
+                    )
                 yield start, block
             if rows != extent.rows:
                 raise CheckpointError(
@@ -240,9 +249,18 @@ def paddle_model_in(folder: Path) -> str:
 
 
 def _what_is_there(folder: Path) -> str:
-    if hint := paddle_model_in(folder) or paddle_model_in(folder.parent):
-        return hint
+    """Returns a message that says what there is instead of a table's ``folder`` with parts."""
+    given = folder.parent
+    if hint := paddle_model_in(folder) or paddle_model_in(given):
+        return f"{folder}: no saved table here (no part-NNN.json).{hint}"
+    if not given.is_dir():
+        return f"{given}: no saved table here. The folder does not exist; check the directory."
     if not folder.is_dir():
-        return " The folder does not exist; check the directory and the table's name."
+        tables = sorted(unquote(path.parent.name) for path in given.glob("*/part-000*"))
+        some = f"the tables {list(dict.fromkeys(tables))[:_SHOWN]}" if tables else "no tables"
+        return (
+            f"{given}: no saved table here that is called {unquote(folder.name)!r}; the folder has {some}. Check the "
+            "directory and the table's name."
+        )
     names = sorted(path.name for path in folder.iterdir())[:5]
-    return f" It holds {names}." if names else " It is empty."
+    return f"{folder}: no saved table here (no part-NNN.json). It {f'holds {names}' if names else 'is empty'}."

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,9 +43,9 @@ from fleet.ps.files.manifest import (
     write_manifest,
 )
 from fleet.ps.files.row_file import encode_block, open_plain, temporary_file
-from fleet.ps.files.text_format import import_text, text_parts
+from fleet.ps.files.text_format import rows_of_text, text_parts
 from fleet.ps.table.accessor import accessor_score
-from fleet.ps.table.dense_table import DenseTable
+from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.layout import Float32s, SparseTableConfig
 from fleet.ps.table.rows import RowBlock, join_blocks
@@ -131,30 +131,61 @@ def load_table(
         ranges: (first, last + 1) virtual ranges outside which ``mine`` is False; blocks outside are not read.
 
     Raises:
-        CheckpointError: a file is absent, damaged, or of a table of another shape. A table that was empty before is
-            empty again.
+        CheckpointError: a file is absent, damaged, or of a table of another shape; the table is unchanged.
     """
+    check_table(table, dirname, ranges=ranges)
+    return load_checked_table(table, dirname, mine=mine, ranges=ranges)
+
+
+def check_table(table: SparseTable, dirname: str | Path, *, ranges: tuple[int, int] | None = None) -> None:
+    """Reads all that :func:`load_table` would load, a block at a time; the table is unchanged.
+
+    Raises:
+        CheckpointError: a file is absent, damaged, or of a table of another shape.
+    """
+    for _ in _saved_rows(table, dirname, None, ranges)[1]:
+        pass
+
+
+def load_checked_table(
+    table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, ranges: tuple[int, int] | None = None
+) -> int:
+    """Loads like :func:`load_table` what :func:`check_table` has read.
+
+    Raises:
+        CheckpointError: a file has been damaged since; the table may have a part of the rows.
+    """
+    expected, blocks = _saved_rows(table, dirname, mine, ranges)
+    loaded = 0
+    table.reserve(expected)
+    for block in blocks:
+        table.insert(block)
+        loaded += len(block)
+    return loaded
+
+
+def _saved_rows(
+    table: SparseTable, dirname: str | Path, mine: Mine | None, ranges: tuple[int, int] | None
+) -> tuple[int, Iterator[RowBlock]]:
+    """Returns how many rows of a save to make room for, and those that belong here, which are read on the way."""
     folder = table_folder(dirname, table.config.name)
     if not list(folder.glob("part-*.json")) and text_parts(folder):
-        return import_text(table, dirname, mine=mine)
+        return 0, rows_of_text(table, dirname, mine=mine)
     parts = read_parts(folder)
     for part in parts:
         _check_fits(manifest_path(folder, part.server), table.config, part)
-    was_empty = table.num_rows == 0
-    loaded = 0
-    table.reserve(sum(extent.rows for part in parts for extent in extents_of(part, ranges)))
-    try:
-        for part in parts:
-            for _, block in blocks_of(folder, part, ranges):
-                chosen = block if mine is None else block.take(mine(block.keys))
-                if len(chosen):
-                    table.insert(chosen)
-                    loaded += len(chosen)
-    except CheckpointError:
-        if was_empty:
-            table.clear()
-        raise
-    return loaded
+    expected = sum(extent.rows for part in parts for extent in extents_of(part, ranges))
+    return expected, _rows_of_parts(folder, parts, mine, ranges, table.layout.row_floats)
+
+
+def _rows_of_parts(
+    folder: Path, parts: Sequence[Manifest], mine: Mine | None, ranges: tuple[int, int] | None, row_floats: int
+) -> Iterator[RowBlock]:
+    for part in parts:
+        for _, block in blocks_of(folder, part, ranges, row_floats=row_floats):
+            chosen = block if mine is None else block.take(mine(block.keys))
+            if len(chosen):
+                yield chosen
 
 
 class _GroupWriter:
@@ -279,9 +310,20 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
     Raises:
         CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
     """
-    folder = table_folder(dirname, table.config.name)
-    size = table.config.size
-    rule = table.config.rule
+    table.set_state(*read_dense(table.config, dirname, start=start, total=total))
+
+
+def read_dense(
+    config: DenseTableConfig, dirname: str | Path, *, start: int = 0, total: int | None = None
+) -> tuple[Float32s, Float32s]:
+    """Returns the values and the state that :func:`load_dense` would give a table.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    folder = table_folder(dirname, config.name)
+    size = config.size
+    rule = config.rule
     total = size if total is None else total
     per_dim = len(rule.spec.per_dim)
     values = np.zeros((1 + per_dim, size), np.float32)
@@ -290,7 +332,7 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
         if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
             raise CheckpointError(
                 f"{manifest_path(folder, part.server)}: a {part.kind} table of {part.config.get('total')} elements "
-                f"under rule {part.config.get('rule')!r}; {table.config.name!r} has {total} under {rule.name!r}."
+                f"under rule {part.config.get('rule')!r}; {config.name!r} has {total} under {rule.name!r}."
             )
         saved, extra = _dense_of(folder, part, per_dim, len(state))
         first = max(start, part.config["start"])
@@ -299,7 +341,7 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
             origin = part.config["start"]
             values[:, first - start : last - start] = saved[:, first - origin : last - origin]
         state = np.maximum(state, extra)
-    table.set_state(values[0].copy(), np.concatenate((values[1:].reshape(-1), state)))
+    return values[0].copy(), np.concatenate((values[1:].reshape(-1), state))
 
 
 def _dense_of(folder: Path, part: Manifest, per_dim: int, per_row: int) -> tuple[Float32s, Float32s]:

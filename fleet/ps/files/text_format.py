@@ -180,27 +180,30 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
         folder: the folder in it that has the parts; ``None`` is the one of the table's name.
 
     Raises:
-        CheckpointError: no parts, or a line that is not a row of this table (the message names file and line). A
-            table that was empty before is empty again.
+        CheckpointError: no parts, or a line that is not a row of this table (the message names file and line); the
+            table is unchanged.
     """
+    for _ in rows_of_text(table, dirname, folder=folder):
+        pass
+    loaded = 0
+    for block in rows_of_text(table, dirname, mine=mine, folder=folder):
+        table.insert(block)
+        loaded += len(block)
+    return loaded
+
+
+def rows_of_text(
+    table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, folder: str | None = None
+) -> Iterator[RowBlock]:
+    """Yields the rows that :func:`import_text` would put into the table, and raises what it would raise."""
     parts = table_folder(dirname, table.config.name if folder is None else folder)
     paths = text_parts(parts)
     if not paths:
         raise CheckpointError(f"{parts}: no text parts here (part-NNN-NNNNN, or the same with .gz).")
     row = _TextRow(table)
-    loaded = 0
-    was_empty = table.num_rows == 0
-    try:
-        for path in paths:
-            for block in _blocks_of_text(path, row, table):
-                chosen = block if mine is None else block.take(mine(block.keys))
-                table.insert(chosen)
-                loaded += len(chosen)
-    except CheckpointError:
-        if was_empty:
-            table.clear()
-        raise
-    return loaded
+    for path in paths:
+        for block in _blocks_of_text(path, row, table):
+            yield block if mine is None else block.take(mine(block.keys))
 
 
 def _blocks_of_text(path: Path, row: _TextRow, table: SparseTable) -> Iterator[RowBlock]:

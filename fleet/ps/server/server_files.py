@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fleet.ps.files.table_files import check_save_mode, load_dense, load_table, save_dense, save_table
+from fleet.errors import FleetError
+from fleet.ps.files.table_files import (
+    check_save_mode,
+    check_table,
+    load_checked_table,
+    load_dense,
+    read_dense,
+    save_dense,
+    save_table,
+)
 from fleet.ps.files.text_format import remove_text, save_text
 from fleet.ps.server.job_state import Refused
 from fleet.ps.server.served_table import ServedDense, ServedSparse
@@ -19,7 +28,7 @@ from fleet.ps.table.partition import range_bounds, servers_of_keys
 
 __all__ = ["load_tables", "save_tables"]
 
-_KEPT_ANSWERS = 16
+_KEPT_ANSWERS, _MOST_REASON = 16, 4000
 
 
 def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -53,11 +62,14 @@ def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
 
 
 def _note_done(state: ServerState, key: str, rows: int) -> None:
-    job = state.job
-    with job.changed:
-        job.saved[key] = {"rows": rows}
-        while len(job.saved) > _KEPT_ANSWERS:
-            del job.saved[next(iter(job.saved))]
+    with state.job.changed:
+        state.job.saved[key] = {"rows": rows}
+        _keep_latest(state.job.saved)
+
+
+def _keep_latest(answers: dict[Any, Any]) -> None:
+    while len(answers) > _KEPT_ANSWERS:
+        del answers[next(iter(answers))]
 
 
 def _save(
@@ -87,29 +99,79 @@ def _save(
 def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
 
-    Gradients of open steps (sync mode) lose what they have for these tables. A load id that is done already is only
-    answered again.
+    With ``check`` it reads all that it would load, changes nothing, and says why it would be ``refused``, or "": a
+    worker has every server check before it has the first one load. Gradients of open steps (sync mode) lose what they
+    have for these tables. A load id is checked and loaded once; whoever asks again is told the same, so that all
+    workers go the same way.
     """
     dirname = _dirname(fields)
     ids = _tables(state, fields)
     load_id = fields.get("load_id", "")
-    rows = 0
-    if not isinstance(load_id, str):
-        raise Refused("LOAD takes a load id.")
+    check = fields.get("check", False)
+    if not isinstance(load_id, str) or not isinstance(check, bool):
+        raise Refused("LOAD takes a load id, and whether it is a check.")
     with state.saving:
         if load_id and load_id in state.job.saved:
             return state.job.saved[load_id]
-        with _rows_without_records(state):
+        if check:
+            return {"rows": 0, "refused": _problem_of(state, config, ids, dirname, load_id)}
+        if (load_id, False) in state.load_problems:
+            raise Refused(state.load_problems[load_id, False])
+        try:
+            return {"rows": _load_all(state, config, ids, dirname, load_id)}
+        except Exception as error:
+            _note_problem(state, load_id, False, _reason(dirname, error))
+            raise
+
+
+def _problem_of(state: ServerState, config: ServerConfig, ids: list[int], dirname: Path, load_id: str) -> str:
+    """Returns why the tables cannot be loaded, or "", as it was found when the load id was checked first."""
+    found = state.load_problems.get((load_id, True))
+    if found is None:
+        try:
+            _check_all(state, config, ids, dirname)
+            found = ""
+        except (FleetError, OSError) as error:
+            found = _reason(dirname, error)
+        _note_problem(state, load_id, True, found)
+    return found
+
+
+def _reason(dirname: Path, error: Exception) -> str:
+    return f"{error}"[:_MOST_REASON] if isinstance(error, FleetError) else f"{dirname}: {error}."
+
+
+def _note_problem(state: ServerState, load_id: str, check: bool, reason: str) -> None:
+    if load_id:
+        state.load_problems[load_id, check] = reason
+        _keep_latest(state.load_problems)
+
+
+def _check_all(state: ServerState, config: ServerConfig, ids: list[int], dirname: Path) -> None:
+    for table_id in ids:
+        table = state.tables[table_id]
+        spec = state.job.specs[table_id]
+        if isinstance(table, ServedDense):
+            read_dense(table.table.config, dirname, start=spec.get("start", 0), total=spec.get("total"))
+        else:
+            assert isinstance(table, ServedSparse)
+            check_table(table.table, dirname, ranges=_share(config.index, spec).get("ranges"))
+
+
+def _load_all(state: ServerState, config: ServerConfig, ids: list[int], dirname: Path, load_id: str) -> int:
+    rows = 0
+    with _rows_without_records(state):
+        try:
             with state.snapshots:
                 for table_id in ids:
                     rows += _load(state, config, table_id, dirname)
+        finally:
             state.forget_held(ids)
-            if load_id:
-                _note_done(state, load_id, rows)
-            if config.folder is not None:
-                write_snapshot(state, config.folder)
-        state.on_unrecorded()
-    return {"rows": rows}
+        if load_id:
+            _note_done(state, load_id, rows)
+        if config.folder is not None:
+            write_snapshot(state, config.folder)
+    return rows
 
 
 @contextmanager
@@ -124,6 +186,7 @@ def _rows_without_records(state: ServerState) -> Iterator[None]:
     finally:
         with state.job.changed:
             published.loading = False
+        state.on_unrecorded()
 
 
 def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path) -> int:
@@ -134,21 +197,20 @@ def _load(state: ServerState, config: ServerConfig, table_id: int, dirname: Path
             load_dense(table.table, dirname, start=spec.get("start", 0), total=spec.get("total"))
             return table.table.config.size
         assert isinstance(table, ServedSparse)
-        return _load_sparse(table, dirname, config.index, spec)
+        return load_checked_table(table.table, dirname, **_share(config.index, spec))
 
 
-def _load_sparse(table: ServedSparse, dirname: Path, index: int, spec: dict[str, Any]) -> int:
+def _share(index: int, spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns which rows of a save belong to server ``index``, as ``load_table`` takes it."""
     count = spec.get("num_servers", 1)
     routing = spec.get("routing", "range")
     if count == 1:
-        return load_table(table.table, dirname)
+        return {}
     bounds = range_bounds(count)
-    return load_table(
-        table.table,
-        dirname,
-        mine=lambda keys: servers_of_keys(keys, count, routing) == index,
-        ranges=(bounds[index], bounds[index + 1]) if routing == "range" else None,
-    )
+    return {
+        "mine": lambda keys: servers_of_keys(keys, count, routing) == index,
+        "ranges": (bounds[index], bounds[index + 1]) if routing == "range" else None,
+    }
 
 
 def _dirname(fields: dict[str, Any]) -> Path:

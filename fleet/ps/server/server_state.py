@@ -73,6 +73,8 @@ class ServerState:
         self.tables: dict[int, ServedTable] = {}
         self.snapshots = threading.Lock()
         self.saving = threading.Lock()  # one save or load at a time
+        # Why a load could not be made, by its id and whether this is what its check found; "": nothing is wrong.
+        self.load_problems: dict[tuple[str, bool], str] = {}
         self.failure: BaseException | None = None
         self.counts = {"applied": 0, "duplicates": 0, "rows": 0, "pulled": 0}
         self.make_table = make_table

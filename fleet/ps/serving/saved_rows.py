@@ -83,12 +83,7 @@ def _share_of(folder: Path, config: SparseTableConfig, part: Manifest) -> TableS
     path = table_folder(folder, config.name)
     octets = map_file(path / part.data)
     keys, offsets, copied = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty((0, config.dim), np.float32)]
-    for start, block in blocks_of(path, part):
-        if len(block) and block.values.shape[1] != layout.row_floats:
-            raise CheckpointError(
-                f"{path / part.data}: rows of {block.values.shape[1]} floats; the table's have {layout.row_floats}. "
-                "The file is damaged; load another checkpoint."
-            )
+    for start, block in blocks_of(path, part, row_floats=layout.row_floats):
         keys.append(block.keys[block.admitted])
         if layout.num_counters and block.statistics is not None:
             counters = np.stack([block.statistics.shows, block.statistics.clicks], axis=1).astype(np.float32)

@@ -227,12 +227,13 @@ class SparseEmbedding(WatchesWeight):
 
         Raises:
             ConfigError: the module is connected to servers; they load with ``fleet.load_model``.
-            CheckpointError: the save has no such table, or its rows have another shape.
+            CheckpointError: the save has no such table, is damaged, or its rows have another shape; the module is
+                unchanged.
         """
         if self.lookup.source is not None and self.lookup.source.trains:
             raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
         from fleet.ps.files.manifest import read_parts, table_folder
-        from fleet.ps.files.table_files import load_table
+        from fleet.ps.files.table_files import load_checked_table
 
         table = self.name or name or "embedding"
         part = read_parts(table_folder(dirname, table))[0]
@@ -241,10 +242,11 @@ class SparseEmbedding(WatchesWeight):
         config = config_of_spec({**part.config, "kind": "sparse"})
         if not isinstance(config, SparseTableConfig) or config.dim != self.dim:
             raise CheckpointError(f"table {table!r} in {dirname} does not hold rows of dim {self.dim}: {config}.")
-        self.use_table(config)
         local = LocalRows(config)
+        loaded = load_checked_table(local.table, dirname)  # nobody sees the table before it is whole
+        self.use_table(config)
         self.lookup.source = local
-        return load_table(local.table, dirname)
+        return loaded
 
     def lookup_rows(self, ids: Tensor) -> Tensor:
         """Returns the rows of ``ids`` as they are now, float32 [..., dim], without recording gradients."""

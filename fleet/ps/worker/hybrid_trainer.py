@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from fleet.errors import CheckpointError, NanInfError, NotInitializedError, PSError
-from fleet.ps.client.client import Client
+from fleet.errors import CheckpointError, NanInfError, NotInitializedError
+from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.files.archive import check_archive
 from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
@@ -29,6 +29,7 @@ from fleet.ps.worker.trainer_group import TrainerGroup
 __all__ = ["STATE_FILE", "HybridTrainer"]
 
 STATE_FILE = "trainer.pt"  # in a save: the state of the trainers' optimizer
+_PROBLEM = b"\0"  # before the reason why trainer 0 has read nothing
 
 
 class HybridTrainer(Trainer):
@@ -154,28 +155,32 @@ class HybridTrainer(Trainer):
         """Makes the servers load a save; all continue with its rows, parameters and optimizer state.
 
         Raises:
-            PSError: a trainer has left already.
+            CheckpointError: the optimizer state is damaged; servers and trainers are as before.
+            NothingLoaded: a server has refused the save, or a trainer has left; servers and trainers are as before.
+            PSError: a server failed while it loaded, and may have a part. Dense parameters are as before.
         """
         client = self.client
         dense = self._own()
+        states: list[dict[Any, Any]] = []
 
         def act(key: str) -> int:
             if self._left:
-                raise PSError(
+                raise NothingLoaded(
                     f"fleet.load_model(): {self._left} of {self._size} trainers have called stop_worker() already, but "
                     "hybrid training gives what was loaded to all of them. Load before the first one stops."
                 )
+            if tables is None:
+                states.append(self._read_state(dirname, dense))
             return client.load(dirname, tables=tables, key=key)
 
-        self._do_together(f"load {dirname} {tables}", act)
-        self._restart_exchange()
+        self._load_together(dirname, tables, act)
         read = {part.table_id: None for part in self.plan.dense if tables is None or part.table_id in tables}
         values = client.wait(client.pull(read, wait_for_others=False)) if read else {}
         for part in self.plan.dense:
             if part.table_id in values:
                 part.assign(values[part.table_id])
         if tables is None:
-            self._load_state(dirname, dense)
+            self._use_state(states[0] if states else self._read_state(dirname, dense))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -192,6 +197,10 @@ class HybridTrainer(Trainer):
         """Takes the servers' copy on trainer 0, from which the others get theirs."""
         if client.config.rank == 0 and self._pending is None:
             super()._take_parameters(client)
+
+    def _take_loaded(self, client: Client) -> None:
+        """Begins to exchange anew; the dense parameters are those of the trainers, not of the servers."""
+        self._restart_exchange(client)
 
     def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
         """Replaces the dense gradients with their mean over the trainers; raises on all when one has a bad gradient."""
@@ -223,29 +232,40 @@ class HybridTrainer(Trainer):
             with temporary_file(Path(dirname) / STATE_FILE) as file:
                 torch.save(self._optimizer.state_dict()["state"], file)
 
-    def _load_state(self, dirname: str, dense: DenseExchange) -> None:
-        """Loads the optimizer state of the save on trainer 0; a save of another mode has none, and all start afresh."""
+    def _read_state(self, dirname: str, dense: DenseExchange) -> dict[Any, Any]:
+        """Returns the optimizer state of the save, which trainer 0 reads; of a save of another mode an empty one.
+
+        Raises:
+            CheckpointError: it is damaged; every trainer raises it.
+        """
         path = Path(dirname) / STATE_FILE
-        is_here = self.client.config.rank == 0 and path.exists()
         data = b""
-        problem = None
-        if is_here:
+        if self.client.config.rank == 0 and path.exists():
             try:
                 with open_plain(path) as file:
                     data = file.read()
-            except CheckpointError as error:  # raised once the others know that there is nothing to load
-                data = b"\0"
-                problem = error
+            except OSError as error:  # raised once the others know that there is nothing to load
+                data = _PROBLEM + f"{error}".encode()
         data = dense.share(data)
-        if problem is not None:
-            raise problem
-        state: Any = {}
-        if data:
+        if not data:
+            return {}
+        try:
+            if data.startswith(_PROBLEM):
+                raise CheckpointError(data[len(_PROBLEM) :].decode())
             check_archive(io.BytesIO(data), f"{path}")
-            try:
-                state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-            except Exception as error:
-                raise CheckpointError(f"{path} is damaged, or not an optimizer state of this package.") from error
-        groups = self._optimizer.state_dict()["param_groups"]  # rates are those of this run
+            state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{path} holds a {type(state).__name__}; an optimizer state is a dict.")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Nothing was loaded.") from error
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} is damaged, or not an optimizer state of this package. Nothing was loaded."
+            ) from error
+        return state
+
+    def _use_state(self, state: dict[Any, Any]) -> None:
+        """Gives the optimizer a state; its rates stay those of this run."""
+        groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.state.clear()
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ import numpy as np
 from torch.autograd.graph import increment_version
 
 from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError, UnsupportedOptionError
-from fleet.ps.client.client import Client
-from fleet.ps.client.client_config import ONCE
+from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.merge import merge_gradients
-from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap
+from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.rules import LEARNING_RATE
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.dense_part import DensePart
@@ -30,6 +29,7 @@ from fleet.ps.worker.exchange_modes import (
     SyncExchange,
     check_mode,
 )
+from fleet.ps.worker.initial_values import give_initial_values, wait_for_values
 from fleet.ps.worker.lookup import ComingRows, TrainedRows
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
@@ -37,7 +37,7 @@ from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
 
-__all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "give_initial_values", "rejoin", "wait_for_values"]
+__all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "rejoin"]
 
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
@@ -334,12 +334,14 @@ class Trainer:
         return self._do_together(f"save {dirname} {mode} {tables}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
-        """Makes the servers load a save, once every worker is here; all continue with what was loaded."""
-        client = self.client
+        """Makes the servers load a save, once every worker is here; all continue with what was loaded.
+
+        Raises:
+            NothingLoaded: a server has refused it; servers and workers are as before.
+            PSError: a server failed while it loaded. This worker has what the servers hold now, which may be a part.
+        """
         self.excuse_writes()  # they are replaced
-        self._do_together(f"load {dirname} {tables}", lambda key: client.load(dirname, tables=tables, key=key))
-        self._take_parameters(client)
-        self._restart_exchange()
+        self._load_together(dirname, tables, lambda key: self.client.load(dirname, tables=tables, key=key))
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""
@@ -375,13 +377,24 @@ class Trainer:
         self.client.barrier(SAVE, self.config.user_call())
         return found
 
+    def _load_together(self, dirname: str, tables: list[int] | None, act: Callable[[str], int]) -> None:
+        """Does ``act``, which loads, on all workers; afterwards this one has what the servers hold."""
+        try:
+            self._do_together(f"load {dirname} {tables}", act)
+        except NothingLoaded:
+            raise
+        except PSError:
+            with suppress(PSError):  # of a server that is gone; the first error says more
+                self._take_loaded(self.client)
+            raise
+        self._take_loaded(self.client)
+
     def _come_to_save(self) -> str | None:
         """Waits until every worker is here with its steps applied; returns the key they share."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
-            self.client.barrier(
-                SAVE, self.config.user_call()
-            )  # the end of a save that the previous process did not reach
+            # The end of a save that the previous process did not reach, or of what was refused.
+            self._stand(SAVE, self.config.user_call())
         return self.meet(SAVE)
 
     def _after_goodbye(self) -> None:
@@ -445,10 +458,15 @@ class Trainer:
         if exchange is not None:
             exchange.close()
 
-    def _restart_exchange(self) -> None:
-        """Begins to exchange anew: rows that are kept here are from before a load."""
+    def _take_loaded(self, client: Client) -> None:
+        """Begins to exchange anew, with what the servers hold: all that is kept here is from before a load."""
+        self._take_parameters(client)
+        self._restart_exchange(client)
+
+    def _restart_exchange(self, client: Client) -> None:
+        client.stat()  # or raises, if a server is gone; the exchange then stays
         self._stop_exchange()
-        self._exchange = self._start_exchange(self.client)
+        self._exchange = self._start_exchange(client)
 
     def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
         with as_plain():
@@ -553,65 +571,3 @@ def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
     merged = {**own, **(state or {}), "barriers": passed}
     had = max(max(int(welcome["clock"]), int(welcome["applied_step"])) for welcome in client.welcomes())
     client.load_state_dict({**merged, "step": min(int(merged["step"]), max(had, own["step"]))})
-
-
-_POLL_S = 0.05
-
-
-def give_initial_values(client: Client, plan: TablePlan, connect: Callable[[int], Client]) -> None:
-    """Gives the servers the parameters that they lack; what they have from a save or from training stays.
-
-    Rows come first and dense values last: whoever finds dense values finds the rows, too.
-
-    Args:
-        client: worker 0's.
-        plan: the tables.
-        connect: returns an open client on the channel with the given number.
-    """
-    facts = client.stat()
-    for table in plan.sparse:
-        served = [module for module in table.modules if isinstance(module, ServedEmbedding)]
-        if served:
-            empty = not sum(fact["tables"][str(table.table_id)]["rows"] for fact in facts)
-            _give_rows(table, served[0], empty, connect)
-    unset = [part for part in plan.dense if not _is_set(facts, part)]
-    if unset:
-        client.wait(client.set_dense({part.table_id: part.values() for part in unset}))
-
-
-def _give_rows(table: SparsePart, module: ServedEmbedding, empty: bool, connect: Callable[[int], Client]) -> None:
-    giver = connect(ONCE + table.table_id)
-    try:
-        given = [int(welcome["last"]) for welcome in giver.welcomes()]
-        if not any(given) and not empty:
-            return  # the rows are those of a save
-        pieces = module.initial_rows()
-        if given == _pieces_of_servers(giver.tables[table.table_id], [ids for ids, _ in pieces]):
-            return
-        for ids, rows in pieces:
-            giver.wait(giver.add({table.table_id: Gradient(ids, rows)}))
-        giver.flush()
-    finally:
-        giver.close()
-
-
-def _pieces_of_servers(place: TableMap, pieces: Sequence[Keys]) -> list[int]:
-    """Returns, per server, how many of ``pieces`` have rows for it."""
-    shares = [[len(ids[own]) > 0 for own in place.split(ids)] for ids in pieces]
-    return [sum(share) for share in zip(*shares, strict=True)]
-
-
-def wait_for_values(client: Client, plan: TablePlan) -> None:
-    """Waits until every dense table has values; raises PSError when worker 0 gives none within the deadline."""
-    deadline = time.monotonic() + client.config.deadline_s
-    while not all(_is_set(facts, part) for facts in [client.stat()] for part in plan.dense):
-        if time.monotonic() > deadline:
-            raise PSError(
-                f"worker 0 has not given the servers the first parameters within {client.config.deadline_s:g} s. "
-                "Is it running? Look at its log and restart it: it continues where it stopped."
-            )
-        time.sleep(_POLL_S)
-
-
-def _is_set(facts: list[dict[str, Any]], part: DensePart) -> bool:
-    return all(fact["tables"][str(part.table_id)]["is_set"] for fact in facts)

@@ -177,17 +177,21 @@ def _saved(tmp_path: Path) -> tuple[Path, Path]:
     return next((tmp_path / "t").glob("*.rows")), tmp_path / "t" / "part-000.json"
 
 
+@pytest.mark.parametrize("has_rows", [True, False])
 @pytest.mark.parametrize("place", [0, 20, 47, 60, 2000, -5])
-def test_damaged_rows(place: int, tmp_path: Path) -> None:
-    """One flipped bit anywhere is found; the message names the file; an empty table stays empty."""
+def test_damaged_rows(place: int, has_rows: bool, tmp_path: Path) -> None:
+    """One flipped bit anywhere is found; the message names the file; the table stays as it was."""
     data, _ = _saved(tmp_path)
     content = bytearray(data.read_bytes())
     content[place] ^= 4
     data.write_bytes(content)
     table = SparseTable(CONFIGS["plain adam"])
+    if has_rows:
+        _train([table], "range", seed=5)
+    before = rows_of(table)
     with pytest.raises(CheckpointError, match=data.name):
         load_table(table, tmp_path)
-    assert table.num_rows == 0
+    assert rows_of(table) == before
 
 
 def test_cut_and_lost_files(tmp_path: Path) -> None:
@@ -220,6 +224,18 @@ def test_cut_and_lost_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         load_table(table, tmp_path / "nowhere")
     assert table.num_rows == 0
+
+
+def test_a_table_that_a_save_does_not_have(tmp_path: Path) -> None:
+    """The message names the folder that was given, which is there, and the tables that it has."""
+    _saved(tmp_path)
+    save_dense(DenseTable(DenseTableConfig("a/b", 6, Rule("sgd"))), tmp_path)
+    other = SparseTable(replace(CONFIGS["plain adam"], name="two words"))
+    for folder, has in ((tmp_path, r"the tables \['a/b', 't'\]"), (tmp_path / "t", "no tables")):
+        with pytest.raises(
+            CheckpointError, match=rf"^{folder}: no saved table here .* 'two words'; the folder has {has}"
+        ):
+            load_table(other, folder)
 
 
 def test_half_a_save_is_refused(tmp_path: Path) -> None:

@@ -107,13 +107,17 @@ def test_unsigned_keys_and_rows_without_embedx(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_lines(line: str, word: str, tmp_path: Path) -> None:
-    """A line that is no row of this table is refused by file and line; the table stays empty."""
+    """A line that is no row of this table is refused by file and line; the table stays as it was."""
     (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "part-000-00000").write_text(f"5 0 0 0 9 1 0.5 1 2 3\n{line}\n")
+    (tmp_path / "t" / "part-000-00000").write_text("5 0 0 0 9 1 0.5 1 2 3\n" * 5000 + f"{line}\n")
     table = SparseTable(SparseTableConfig("t", 4, Rule("sgd"), accessor=Accessor()))
-    with pytest.raises(CheckpointError, match=f"part-000-00000.*{word}"):
-        import_text(table, tmp_path)
-    assert table.num_rows == 0
+    for _ in range(2):
+        before = rows_of(table)
+        for load in (import_text, load_table):
+            with pytest.raises(CheckpointError, match=f"part-000-00000.*{word}"):
+                load(table, tmp_path)
+        assert rows_of(table) == before
+        table.pull(np.array([5, 6]))
 
 
 def test_damaged_gz(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import fleet
-from fleet.errors import ConfigError, NotInitializedError
+from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
 from fleet.ps.worker.bags import bags_of
@@ -148,3 +148,20 @@ def test_training_before_the_servers_are_known_is_refused() -> None:
     found = embedding(torch.tensor([1]))
     with pytest.raises(NotInitializedError, match="init_worker"):
         found.sum().backward()
+
+
+def test_a_damaged_save_leaves_the_rows_of_prediction(tmp_path) -> None:
+    table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 3, Rule("sgd"), initializer=WIDE))
+    ids = np.arange(1000)
+    table.pull(ids)
+    table.push(ids, np.ones((1000, 3), np.float32))
+    kept = torch.from_numpy(table.pull(ids))
+    path = fleet.ps.save_table(table, tmp_path).path
+    embedding = fleet.SparseEmbedding(3, "ads")
+    assert embedding.load(tmp_path) == 1000
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=path.name):
+        embedding.load(tmp_path)
+    assert torch.equal(embedding.lookup_rows(torch.from_numpy(ids)), kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import fleet
-from fleet.errors import NanInfError, UnsupportedOptionError
+from fleet.errors import CheckpointError, FleetError, NanInfError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.ps.client.client import Client
+from fleet.ps.client.client import Client, NothingLoaded
+from fleet.ps.server import server_files
 from fleet.ps.worker.hybrid_trainer import HybridTrainer
 from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
@@ -179,6 +181,104 @@ def test_a_save_goes_on_with_its_optimizer_state(monkeypatch: pytest.MonkeyPatch
             for name, values in before[rank][moment].items():
                 assert torch.equal(values, after[rank][moment][name]), (moment, name)
     assert not torch.equal(before[0][0]["out.weight"], before[0][1]["out.weight"])
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def spoil(folder: Path, what: str) -> None:
+    state = folder / "trainer.pt"
+    if what == "a link":
+        state.rename(folder / "real.pt")
+        state.symlink_to(folder / "real.pt")
+    elif what == "another object":
+        torch.save([1], state)
+    elif what == "trainer.pt":
+        state.write_bytes(state.read_bytes()[:-100])
+    else:
+        damage(next(folder.glob(what)))
+
+
+def train_and_load(own: Fleet, rank: int, folder: Path, what: str) -> Any:
+    """Returns the text of the refusal where ``what`` is spoiled, and the last values."""
+    model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+    data = batches(8, rank, 2)
+    text = ""
+    train(model, optimizer, data[:2])
+    own.save_persistables(folder)
+    train(model, optimizer, data[2:4])
+    before = tables_of(model)
+    own.barrier_worker()
+    if what:
+        if rank == 0:
+            spoil(folder, what)
+        own.barrier_worker()
+        with pytest.raises(FleetError, match=r"Nothing was loaded\.$") as caught:
+            own.load_model(folder)
+        assert isinstance(caught.value, NothingLoaded if "part" in what else CheckpointError)
+        text = str(caught.value)
+    found = tables_of(model)
+    assert all(torch.equal(found[name], before[name]) for name in before)
+    train(model, optimizer, data[4 : 6 + 2 * rank])
+    own.save_persistables(folder / "last")
+    train(model, optimizer, data[:2])
+    own.load_model(folder / "last")
+    train(model, optimizer, data[2:4])
+    last = tables_of(model)
+    own.stop_worker()
+    return text, last
+
+
+@pytest.mark.parametrize("what", ["ads/part-001-*", "dense*/part-000-*", "trainer.pt", "a link", "another object"])
+def test_a_refused_load_is_as_if_it_had_not_been_called(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both trainers are told the same; then one with fewer batches stands at a save, and takes part from there."""
+
+    def run(name: str) -> list[Any]:
+        return job(monkeypatch, partial(train_and_load, folder=tmp_path / f"{bool(name)}", what=name), num_servers=2)
+
+    plain, other = run(""), run(what)
+    assert other[0][0] == other[1][0] != ""
+    for (_, one), (_, two) in zip(plain, other, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_trainers_stay_equal_when_a_server_fails_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows kept here are looked up anew; dense parameters and the optimizer's state are as before on both."""
+    load, broken = server_files._load, []
+
+    def load_or_fail(state: Any, config: Any, *args: Any) -> int:
+        if config.index == 1 and not broken:
+            broken.append(1)
+            raise CheckpointError("the disk is gone.")
+        return load(state, config, *args)
+
+    monkeypatch.setattr(server_files, "_load", load_or_fail)
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, batches(2, rank, 2))
+        own.save_persistables(tmp_path)
+        train(model, optimizer, batches(4, rank, 2)[2:])
+        before = model.module.out.weight.detach().clone()
+        with pytest.raises(PSError, match=r"the disk is gone\. Tables may be partly loaded"):
+            own.load_model(tmp_path)
+        assert torch.equal(model.module.out.weight, before)
+        words = model.module.words(torch.arange(20)).detach().clone()
+        model.module.words.refresh()
+        assert torch.equal(model.module.words.weight, words)
+        train(model, optimizer, batches(6, rank, 2)[4:])
+        last = model.module.out.weight.detach().clone()
+        own.load_model(tmp_path)
+        own.stop_worker()
+        return last
+
+    one, two = job(monkeypatch, work, num_servers=2)
+    assert torch.equal(one, two)
 
 
 def test_servers_that_start_from_a_save_give_the_parameters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
