@@ -6,7 +6,7 @@ and backward; everything else a segment saves for backward is dropped and comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fleet.errors import ConfigError
@@ -119,8 +119,10 @@ def run_segment(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    again = SecondRun(norms, TRACKER.get_states_tracker() if preserve_rng_state else {})
+    streams = TRACKER.get_states_tracker() if preserve_rng_state else {}
     if torch.compiler.is_compiling():
+        again = SecondRun(norms, streams)
+
         # The compiler makes the statistics' update part of forward alone, and moves no memory to the host.
         def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
@@ -130,6 +132,8 @@ def run_segment(
                 return function(*own_args, **own_kwargs)
 
         return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    # torch looks for devices in what it is given, and finds none in a SegmentInputs.
+    again = SecondRun(norms, streams, gpu_states((args, kwargs)) if preserve_rng_state else {})
     inputs = SegmentInputs(args, kwargs, offloaded) if inputs is None else inputs
 
     def run(held: SegmentInputs) -> Any:
@@ -170,26 +174,46 @@ class frozen_statistics:
             norm._buffers.update(buffers)
 
 
+def gpu_states(values: Any) -> dict[int, Tensor]:
+    """Returns the states of the random generators of the current GPU and of those that hold tensors of ``values``."""
+    if not torch.cuda.is_initialized():
+        return {}
+    devices = {t.get_device() for t in tree_leaves(values) if isinstance(t, Tensor) and t.device.type == "cuda"}
+    return {index: torch.cuda.get_rng_state(index) for index in sorted({torch.cuda.current_device(), *devices})}
+
+
 class SecondRun:
-    """What a segment runs in when backward computes it again: random streams stand where they stood in forward.
+    """What a segment runs in when backward computes it again: random generators stand where they stood in forward.
 
     Statistics of norms stay as they are. Several backward passes through one forward enter it one after the other.
+
+    Args:
+        norms: modules whose statistics stay.
+        streams: the random streams by name.
+        gpus: the states of the generators of GPUs; torch restores that of the CPU.
     """
 
-    def __init__(self, norms: Sequence[_NormBase], streams: dict[str, StreamState]) -> None:
-        self._statistics, self._streams = frozen_statistics(norms), streams
-        self._kept: list[dict[str, StreamState]] = []
+    def __init__(
+        self, norms: Sequence[_NormBase], streams: dict[str, StreamState], gpus: Mapping[int, Tensor] | None = None
+    ) -> None:
+        self._statistics, self._streams, self._gpus = frozen_statistics(norms), streams, gpus or {}
+        self._kept: list[tuple[dict[str, StreamState], dict[int, Tensor]]] = []
 
     def __enter__(self) -> None:
         self._statistics.__enter__()
-        if self._streams:
-            self._kept.append(TRACKER.get_states_tracker())
-            TRACKER.set_states_tracker(self._streams)
+        gpus = {index: torch.cuda.get_rng_state(index) for index in self._gpus}
+        self._kept.append((TRACKER.get_states_tracker() if self._streams else {}, gpus))
+        self._set(self._streams, self._gpus)
 
     def __exit__(self, *error: object) -> None:
         self._statistics.__exit__(*error)
+        self._set(*self._kept.pop())
+
+    def _set(self, streams: dict[str, StreamState], gpus: Mapping[int, Tensor]) -> None:
         if self._streams:
-            TRACKER.set_states_tracker(self._kept.pop())
+            TRACKER.set_states_tracker(streams)
+        for index, state in gpus.items():
+            torch.cuda.set_rng_state(state, index)
 
 
 class SegmentInputs:

@@ -240,6 +240,58 @@ def test_offload_frees_device_memory() -> None:
     torch.testing.assert_close(gradients["offload"], gradients["plain"])
 
 
+class Cards:
+    """Generators of two GPUs that stand for torch's: each draw adds one to the state of its own."""
+
+    def __init__(self) -> None:
+        self.states = [10, 20]
+
+    def get(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.states[index])
+
+    def put(self, state: torch.Tensor, index: int) -> None:
+        self.states[index] = int(state)
+
+    def draw(self) -> tuple[int, int]:
+        self.states = [state + 1 for state in self.states]
+        return (self.states[0], self.states[1])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_backward_draws_from_the_gpu_what_forward_drew(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A.2: dropout on a GPU drops the same values both times, and the generator then stands where it stood."""
+    cards, drawn = Cards(), []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", cards.get)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", cards.put)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(cards.draw())
+        return x.square()
+
+    loss = recompute(noisy, torch.ones(2, requires_grad=True), preserve_rng_state=keeps).sum()
+    cards.draw()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert [card for _, card in drawn] == ([21, 21, 21] if keeps else [21, 23, 24])  # the current card
+    assert cards.states[1] == (22 if keeps else 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_dropout_on_a_gpu(offload: bool) -> None:
+    """A.2: gradients are bit-equal to those without recompute, and random numbers continue as without it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.ReLU()) for _ in range(3)]).cuda()
+    found = []
+    for made in (copy.deepcopy(net), applied(copy.deepcopy(net), "0", "1", "2", offload=offload)):
+        torch.manual_seed(1)
+        made(torch.randn(32, 64, device="cuda")).square().mean().backward()
+        found.append([*[p.grad for p in made.parameters()], torch.rand(3, device="cuda")])
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
 def test_several_backward_passes_through_one_forward() -> None:
     """Issue 9: retain_graph and autograd.grad beside backward, as torch's checkpoint; statistics move once."""
     torch.manual_seed(0)
