@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from fleet.meta_parallel.attention_blocks import attend, attend_backward, merged
+from fleet.strategies._shared.through_host import begin_receiving, begin_sending, needs_host
 from fleet.strategies.tensor_parallel.regions import applied
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two streams of messages between the same workers
@@ -96,6 +97,8 @@ def _passed(tensor: Tensor, into: Tensor, group: dist.ProcessGroup, tag: int) ->
     """Starts to send ``tensor`` to the next worker, and to receive ``into`` from the one before."""
     ranks, rank = dist.get_process_group_ranks(group), group.rank()
     there, back = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+    if needs_host(tensor, group):
+        return [begin_receiving(into, back, group, tag), begin_sending(tensor, there, group, tag)]
     operations = [
         dist.P2POp(dist.isend, tensor, there, group, tag),
         dist.P2POp(dist.irecv, into, back, group, tag),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fleet.errors import CheckpointError, OptionWarning
+from fleet.strategies._shared.through_host import full_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ def whole_state(state: Any, keep: bool = True) -> Any:
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
-        full = tensor.full_tensor() if is_part(tensor) else tensor
+        full = full_tensor(tensor) if is_part(tensor) else tensor
         return full.detach().to("cpu", copy=True) if keep else None
 
     return tree_map_only(Tensor, gather, state)

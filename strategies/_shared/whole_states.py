@@ -31,6 +31,7 @@ from fleet.strategies._shared.axes import MODEL_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in
 from fleet.strategies._shared.parts import is_part, local
+from fleet.strategies._shared.through_host import full_tensor
 
 _NUMBER = "value"  # the kind of an entry that is no tensor
 _CHUNK_BYTES = 64 << 20
@@ -184,7 +185,7 @@ class WholeStates:
     def _joined(self, own: Tensor, layout: Layout | None, wanted: bool) -> Tensor | None:
         """Returns the whole of ``own``: what sharding divided, then what ``layout`` did; a collective call."""
         if is_part(own):
-            own = own.full_tensor()
+            own = full_tensor(own)
         if layout is None or layout.parts == 1 or tuple(own.shape) != layout.shape:
             return own
         group, ranks = self._axes.group(layout.axis), self._axes.ranks(layout.axis)

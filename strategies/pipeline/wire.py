@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._shared.through_host import begin_receiving, begin_sending
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -151,12 +152,12 @@ class StageLink:
     def send(self, tensor: Tensor) -> Any:
         """Begins to send ``tensor``; returns what to wait for, ``None`` when there is nothing in it."""
         with named_exchange("pipeline", tensor, f"send to worker {self.peer}"):
-            return dist.isend(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
+            return begin_sending(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
     def receive(self, tensor: Tensor) -> Any:
         """Begins to receive into ``tensor``; returns what to wait for."""
         with named_exchange("pipeline", tensor, f"receive from worker {self.peer}"):
-            return dist.irecv(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
+            return begin_receiving(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
     def integers(self, values: Sequence[int]) -> Tensor:
         """Returns ``values`` as this link sends them."""

@@ -1,0 +1,54 @@
+"""Exchanges of GPU tensors that gloo makes in host memory only: workers that share a GPU exchange through gloo.
+
+Its sums, copies and gathers take GPU tensors. A message from one worker to another would be read from the GPU's
+address, and the gathering of a DTensor ends the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["begin_receiving", "begin_sending", "full_tensor", "needs_host"]
+
+
+def needs_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Returns whether ``group`` exchanges ``tensor``, which is on a GPU, in host memory only."""
+    return tensor.device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
+
+
+def begin_sending(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Does ``dist.isend``."""
+    return dist.isend(tensor.cpu() if needs_host(tensor, group) else tensor, peer, group, tag)
+
+
+def begin_receiving(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Does ``dist.irecv``."""
+    if not needs_host(tensor, group):
+        return dist.irecv(tensor, peer, group, tag)
+    copy = torch.empty_like(tensor, device="cpu")
+    return _Arriving(dist.irecv(copy, peer, group, tag), copy, tensor)
+
+
+class _Arriving:
+    """What is received on the host, on its way to where it belongs."""
+
+    def __init__(self, work: Any, copy: Tensor, into: Tensor) -> None:
+        self._work, self._copy, self._into = work, copy, into
+
+    def wait(self) -> None:
+        """Returns when it is there."""
+        self._work.wait()
+        self._into.copy_(self._copy)
+
+
+def full_tensor(part: Any) -> Tensor:
+    """Returns the whole of ``part``, a DTensor, on its device; a collective call."""
+    if not needs_host(part, part.device_mesh.get_group(0)) or not any(place.is_shard() for place in part.placements):
+        whole: Tensor = part.full_tensor()
+        return whole
+    gathered: Tensor = part.cpu().full_tensor()
+    return gathered.to(part.device)
