@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fleet._addresses import means_itself
 from fleet.env import Environment, export
-from fleet.errors import RendezvousError
+from fleet.errors import ConfigError, RendezvousError
 from fleet.launch.plan.interfaces import interface_to
 
 _REPORT_EVERY_S = 3.0
@@ -55,15 +55,21 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
 
     Raises:
         RendezvousError: not every rank joined within ``meeting.wait_s`` seconds; the message lists the absent ones.
+        ConfigError: workers share a GPU, and NCCL is to connect them or does already.
     """
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        _check_backend(meeting)
+    else:
         # Importing it binds the current default group as an argument's default, and the first
         # DistributedDataParallel imports it. Imported now, it holds no group, and the group can end before Python does.
         importlib.import_module("torch.distributed.nn.functional")
         if meeting.num_nodes > 1:
             _choose_interface(meeting.host)
         store = dist.PrefixStore(f"fleet/{meeting.prefix}", meet(meeting, say))
-        device = meeting.device if meeting.device is not None and meeting.device.type == "cuda" else None
+        device = None  # that NCCL is bound to; a group of gloo that is bound to one cannot make further groups
+        if meeting.device is not None and meeting.device.type == "cuda" and "nccl" in meeting.backend:
+            device = meeting.device
+            check_cards(store, meeting, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
         dist.init_process_group(
             meeting.backend,
             store=store,
@@ -76,6 +82,32 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
     if group is None:
         raise AssertionError("init_process_group left no default group")
     return group
+
+
+def _check_backend(meeting: Meeting) -> None:
+    """Raises ConfigError where NCCL connects workers that are to share GPUs through gloo."""
+    on_gpu = meeting.device is not None and meeting.device.type == "cuda"
+    if on_gpu and meeting.backend == "gloo" and "nccl" in str(dist.get_backend_config()):
+        raise ConfigError(
+            "PADDLE_DISTRI_BACKEND is gloo, which the launcher chooses where workers share a GPU, and the process "
+            "group that was started before fleet.init() is NCCL's, which needs a GPU for each worker. Call "
+            "fleet.init() first; TrainingArguments of transformers starts such a group, too."
+        )
+
+
+def check_cards(store: dist.Store, meeting: Meeting, own: str) -> None:
+    """Raises ConfigError where workers share a GPU, which NCCL refuses without saying so; ``own`` names this one's."""
+    names = [f"fleet/card/{rank}" for rank in range(meeting.world_size)]
+    store.set(names[meeting.global_rank], own)
+    cards = store.multi_get(names)
+    if len(set(cards)) == len(cards):
+        return
+    shared = [rank for rank, card in enumerate(cards) if cards.count(card) > 1]
+    raise ConfigError(
+        f"[rank {meeting.global_rank} of {meeting.world_size}] workers {shared} share GPUs with others, and NCCL needs "
+        "a GPU for each worker. Start fewer workers on each machine, or set PADDLE_DISTRI_BACKEND=gloo and, for each "
+        "worker, FLAGS_selected_gpus to the number of its GPU; without the latter workers of gloo run on the CPU."
+    )
 
 
 def _choose_interface(master: str) -> None:

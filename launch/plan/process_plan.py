@@ -388,7 +388,10 @@ def _worker_variables(config: LaunchConfig, layout: _Layout, local_rank: int, no
     rank = layout.local_workers[local_rank]
     names = config.device_names
     device = names[local_rank % len(names)] if names else "0"
+    shares = bool(names) and config.is_single_node and len(layout.local_workers) > len(names)
+    takes_gloo = shares and config.backend != "nccl"  # which needs a GPU for each worker
     return {
+        **({"PADDLE_DISTRI_BACKEND": "gloo"} if takes_gloo else {}),
         **store_variables(*layout.store),
         **torch_variables(rank, len(layout.workers), local_rank, len(layout.local_workers), node_rank),
         "TRAINING_ROLE": "TRAINER",

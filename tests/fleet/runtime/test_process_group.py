@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet.errors import RendezvousError
-from fleet.runtime.process_group import Meeting, start_process_group
+from fleet.errors import ConfigError, RendezvousError
+from fleet.runtime.process_group import Meeting, check_cards, start_process_group
 from tests.helpers.workers import free_ports, run_workers
 
 
@@ -21,6 +21,23 @@ def meeting(rank: int, world_size: int, port: int, **changes: Any) -> Meeting:
     """Returns a meeting on loopback."""
     settings = {"host": "127.0.0.1", "backend": "gloo", "wait_s": 20.0, "operation_s": 20.0}
     return Meeting(global_rank=rank, world_size=world_size, port=port, **{**settings, **changes})
+
+
+def test_workers_that_share_a_gpu_are_named() -> None:
+    """NCCL says "invalid usage" there; with a GPU for each worker, on any machine, nothing is said."""
+    store = dist.HashStore()
+    for rank, card in enumerate(("a 0", "a 1", "b 0", "a 0")):
+        store.set(f"fleet/card/{rank}", card)
+    check_cards(store, meeting(0, 3, 0), "a 0")
+    with pytest.raises(ConfigError, match=r"workers \[0, 3\] share GPUs with others.*PADDLE_DISTRI_BACKEND=gloo"):
+        check_cards(store, meeting(2, 4, 0), "b 0")
+
+
+def test_a_group_of_nccl_is_refused_where_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.raises(ConfigError, match=r"needs a GPU for each worker. Call fleet.init\(\) first"):
+        start_process_group(meeting(0, 2, 0, device=torch.device("cuda", 0)), print)
 
 
 def wait_alone(rank: int, world_size: int, port: int, wait_s: float) -> dict[str, Any]:

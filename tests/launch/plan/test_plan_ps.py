@@ -41,6 +41,17 @@ def test_the_exact_rows_of_the_documentation() -> None:
     assert set(WORKER_ROWS) <= set(worker.environment)
 
 
+def test_workers_that_share_a_card_exchange_through_gloo() -> None:
+    """NCCL needs a card for each; the user's own choice stays."""
+
+    def backend(num_gpus: int, **env: str) -> str | None:
+        worker = plan(read(*FLAGS[:2], num_gpus=num_gpus, env=env))[1]
+        return worker.environment.get("PADDLE_DISTRI_BACKEND")
+
+    assert [backend(number) for number in (0, 1, 2)] == [None, "gloo", None]
+    assert backend(1, PADDLE_DISTRI_BACKEND="nccl") is None  # it inherits it
+
+
 def test_the_values() -> None:
     """002-15, 002-20, 002-22, 001-02, 001-03."""
     config = read(*FLAGS, num_gpus=2)
