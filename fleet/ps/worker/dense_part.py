@@ -119,6 +119,9 @@ def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:
     whole = torch.from_numpy(out)
     if all(part.device.type == "cpu" for part in parts):
         torch.cat(parts, out=whole)
+    elif len({part.device for part in parts}) == 1:
+        whole.copy_(torch.cat(parts))  # one way to the host for all
     else:
-        whole.copy_(torch.cat(parts))
+        for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
+            place.copy_(part)
     return out

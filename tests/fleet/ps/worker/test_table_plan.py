@@ -77,6 +77,21 @@ def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
     assert memory.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.gpu
+def test_parameters_of_several_devices() -> None:
+    model = Towers()
+    model.out.bias.data = model.out.bias.data.cuda()
+    part = planned(model).dense[0]
+    part.assign(np.arange(4, dtype=np.float32))
+    assert (model.out.weight.device.type, model.out.bias.device.type) == ("cpu", "cuda")
+    assert part.values().tolist() == [0, 1, 2, 3]
+    model.out.bias.sum().backward()
+    assert part.gradients().tolist() == [0, 0, 0, 1]
+    total = np.zeros(4, np.float32)
+    part.add_gradients(total)
+    assert total.tolist() == [0, 0, 0, 1]
+
+
 def test_the_share_of_one_server_goes_to_its_places_whatever_parameters_it_cuts() -> None:
     model = Towers()
     model.out.weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3)[:, :2].T)  # strides that are not its shape's
