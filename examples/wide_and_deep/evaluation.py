@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 @torch.no_grad()
-def find_auc(model: nn.Module, loader: DataLoader[Batch]) -> float:
+def find_auc(model: nn.Module, loader: DataLoader[Batch], device: torch.device) -> float:
     """Returns the area under the ROC curve: how often a late flight (a click) has the higher score of a random pair.
 
     Raises:
@@ -19,7 +19,7 @@ def find_auc(model: nn.Module, loader: DataLoader[Batch]) -> float:
     model.eval()
     scores, labels = [], []
     for ids, dense, label in loader:
-        scores.append(model(ids, dense))
+        scores.append(model(ids.to(device), dense.to(device)).cpu())
         labels.append(label)
     truth = torch.cat(labels).numpy()
     if truth.min() == truth.max():

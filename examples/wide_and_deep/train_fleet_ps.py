@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from fleet import fleet
 from fleet.ps import Initializer
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEW_ROWS = Initializer("normal", 0.0, 0.01)
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     test_loader = batches_of(data.test, SequentialSampler(data.test), 1024, drop_last=False)
 
     table = partial(fleet.SparseEmbedding, padding_idx=0, initializer=NEW_ROWS)
-    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers)
+    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers).to(DEVICE)
     optimizer = fleet.distributed_optimizer(make_optimizer(args, model.parameters()), strategy)
     model = fleet.distributed_model(model)
     fleet.init_worker()
@@ -57,7 +58,7 @@ def main() -> None:
         report.end_pass(epoch)
         fleet.barrier_worker()
         if fleet.is_first_worker():
-            report.end_test(epoch, find_auc(model, test_loader), report.seconds())
+            report.end_test(epoch, find_auc(model, test_loader, DEVICE), report.seconds())
     if args.save:
         fleet.save_persistables(args.save)
     fleet.stop_worker()
@@ -66,7 +67,8 @@ def main() -> None:
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Batch], report: Report) -> None:
     """Makes one pass over the training samples of this process."""
     model.train()
-    for ids, dense, labels in report.batches(loader):
+    for batch in report.batches(loader):
+        ids, dense, labels = (part.to(DEVICE) for part in batch)
         loss = binary_cross_entropy_with_logits(model(ids, dense), labels)
         loss.backward()
         optimizer.step()

@@ -14,7 +14,7 @@ from model import MODELS
 from options import make_optimizer, training_options
 from report import Report
 from torch.utils.data import DistributedSampler
-from train_fleet_ps import NEW_ROWS, train_epoch
+from train_fleet_ps import DEVICE, NEW_ROWS, train_epoch
 
 from fleet import fleet
 
@@ -41,7 +41,7 @@ def main() -> None:
     example = data.test[:4][:2]  # ids and dense numbers
 
     table = partial(fleet.SparseEmbedding, padding_idx=0, initializer=NEW_ROWS)
-    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers)
+    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers).to(DEVICE)
     optimizer = fleet.distributed_optimizer(make_optimizer(args, model.parameters()))
     model = fleet.distributed_model(model)
     fleet.init_worker()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BUCKETS = 1 << 20
 
 
@@ -28,20 +29,21 @@ def main() -> None:
     test_loader = batches_of(data.test, SequentialSampler(data.test), 1024, drop_last=False)
 
     table = partial(HashedEmbedding, NUM_BUCKETS)
-    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers)
+    model = MODELS[args.model](table, data.slots, data.num_dense, args.dim, args.layers).to(DEVICE)
     optimizer = make_optimizer(args, model.parameters())
 
     report = Report(args)
     for epoch in range(args.epochs):
         train_epoch(model, optimizer, train_loader, report)
         report.end_pass(epoch)
-        report.end_test(epoch, find_auc(model, test_loader), report.seconds())
+        report.end_test(epoch, find_auc(model, test_loader, DEVICE), report.seconds())
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Batch], report: Report) -> None:
     """Makes one pass over the training samples of this process."""
     model.train()
-    for ids, dense, labels in report.batches(loader):
+    for batch in report.batches(loader):
+        ids, dense, labels = (part.to(DEVICE) for part in batch)
         loss = binary_cross_entropy_with_logits(model(ids, dense), labels)
         loss.backward()
         optimizer.step()
