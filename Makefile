@@ -4,6 +4,7 @@
 #   make demo-serve  serve predictions over HTTP while the wide & deep example trains, and watch them change
 #   make demo-gpt    train a small GPT on four processes, two stages of divided layers, and plot it beside plain torch
 #   make test        the quick tests            make test-slow   the slow ones
+#   make test-gpu    the tests that need a GPU
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
 #   make site        the documentation in site/
 #   make bench       the benchmarks             make dist        source archive and wheel in dist/
@@ -17,7 +18,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long lint docs site bench dist clean
+.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long test-gpu lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -59,14 +60,18 @@ demo-gpt: $(READY)
 		'pp 2 x mp 2=output/demo/gpt_mp2_pp2.jsonl'
 
 # A file of tests at a time. Quick tests wait for half of their time, so that four processes fill two processors.
+# They train on the CPU, also on a machine with GPUs: fleet.init() would take those.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=4 --dist=loadfile
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=4 --dist=loadfile
 
 test-slow: $(READY)
-	$(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
 
 test-long: $(READY)
-	$(PY) -m pytest -m long
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m long
+
+test-gpu: $(READY)
+	$(PY) -m pytest -m gpu
 
 lint: $(READY)
 	$(PY) -m ruff check .
