@@ -98,6 +98,7 @@ class DenseTable:
                 self._update = kernels.update_function(config.rule.name)
                 self._update_address = kernels.update_address(config.rule)
             self._params = kernels.rule_parameters(config.rule)
+            self._params[kernels.SPAN] = size
 
     def load_kernels(self) -> None:
         """Loads the kernels of every push now, as :meth:`SparseTable.load_kernels` does."""

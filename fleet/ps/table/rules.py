@@ -51,8 +51,8 @@ class RuleSpec:
 
     @property
     def by_element(self) -> bool:
-        """Whether a piece of a row is updated as it would be within the whole, with one number of state or none."""
-        return self.sparse and not self.per_row and len(self.per_dim) <= 1
+        """Whether elements of a row are updated alike and alone, but for a count of steps: also a piece at a time."""
+        return self.sparse and self.per_row in ((), ("step",))
 
 
 RULES: dict[str, RuleSpec] = {

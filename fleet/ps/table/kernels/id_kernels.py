@@ -128,18 +128,18 @@ def mean_of(sources, count, n, divisor, out):
 
 @kernel
 def push_mean(sources, count, n, divisor, piece, update, row, places, params):
-    """Updates a row of ``n`` weights and as many of state or none by the mean of ``count`` gradients, each once.
+    """Updates a row of ``n`` weights, which its state follows, by the mean of ``count`` gradients.
 
     The mean is never in memory as a whole, but a :data:`PIECE` at a time in ``piece``. ``update`` is the address of a
     rule whose elements do not depend on each other; ``places`` is room for two words.
     """
     rows, order = words(places), places + 8
+    rows[0] = row
     ints(order)[0] = i32(0)
     for start in range(0, n, PIECE):
         size = min(PIECE, n - start)
         mean_of_piece(sources, count, start, size, divisor, piece)
-        rows[0] = row + 4 * start
-        call_update(update, places, 1, order, piece, size, 0, 0, size, n, params)
+        call_update(update, places, 1, order, piece - 4 * start, n, 0, start, size, n + start, params)
 
 
 @kernel

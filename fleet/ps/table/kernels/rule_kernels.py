@@ -37,7 +37,7 @@ from fleet.ps.table.rules import Rule
 # Where the numbers of a rule stand in the float64 array that its kernel reads.
 RATE, BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, INITIAL_G2SUM = 0, 1, 2, 3, 4, 5
 LOWER, UPPER, SHOW_SCALE, NESTEROV, NUM_CORRECTIONS, CORRECTIONS = 6, 7, 8, 9, 10, 16
-EPSILON_FIRST = 11
+EPSILON_FIRST, SPAN = 11, 12  # SPAN: from one array of a row's state to the next, where a call updates a piece of them
 # Adam's bias corrections stand ready for this many steps; later ones are computed per row.
 CORRECTED_STEPS = 16384
 
@@ -218,10 +218,12 @@ def _adam(rows, n, order, gradients, stride, shows, column, width, state, params
     for i in range(n):
         row = words(rows)[i]
         if row != 0:
-            w, m, v = floats(row + 4 * column), floats(row + 4 * state), floats(row + 4 * (state + width))
+            span, start = (width, i64(0)) if p[SPAN] == 0.0 else (i64(p[SPAN]), column)
+            w, m, v = floats(row + 4 * column), floats(row + 4 * state), floats(row + 4 * (state + span))
             g = floats(gradients + 4 * (i64(ints(order)[i]) * stride + column))
-            step = v[width] + f32(1)
-            v[width] = step
+            if start == 0:
+                v[span] += f32(1)
+            step = v[span - start]
             rate, root = correction_1(params, step), correction_2(params, step)
             floor = eps * root if p[EPSILON_FIRST] != 0.0 else eps
             for j in range(width):

@@ -56,7 +56,7 @@ def test_follows_torch(use_kernels: bool, rule: Rule, make: Callable[..., torch.
         Rule("momentum", {"nesterov": 1.0, "weight_decay": 0.1}),
         Rule("adagrad", {"initial_accumulator": 0.25}),
         Rule("sum"),
-        Rule("adam"),
+        Rule("adam", {"weight_decay": 0.1}),
         Rule("adam_d2sum"),
         Rule("summary"),
     ],
@@ -84,7 +84,7 @@ def test_a_mean_is_applied_as_one_gradient(rule: Rule, size: int, count: int) ->
 
 def test_which_rules_take_a_row_in_pieces() -> None:
     found = {name for name, spec in RULES.items() if spec.by_element}
-    assert found == {"sgd", "momentum", "adagrad", "std_adagrad", "sum"}
+    assert found == {"sgd", "momentum", "adagrad", "std_adagrad", "adam", "sum"}
 
 
 def test_a_mean_of_other_sizes_is_refused() -> None:
