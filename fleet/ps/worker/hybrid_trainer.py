@@ -29,7 +29,7 @@ from fleet.ps.worker.trainer_group import TrainerGroup
 __all__ = ["STATE_FILE", "HybridTrainer"]
 
 STATE_FILE = "trainer.pt"  # in a save: the state of the trainers' optimizer
-_PROBLEM = b"\0"  # before the reason why trainer 0 has read nothing
+_FILE, _PROBLEM = b"1", b"0"  # before what trainer 0 has read, and before the reason why it has read nothing
 
 
 class HybridTrainer(Trainer):
@@ -239,23 +239,25 @@ class HybridTrainer(Trainer):
             CheckpointError: it is damaged; every trainer raises it.
         """
         path = Path(dirname) / STATE_FILE
-        data = b""
-        if self.client.config.rank == 0 and path.exists():
+        answer = b""
+        if self.client.config.rank == 0:
             try:
-                with open_plain(path) as file:
-                    data = file.read()
+                if path.exists():
+                    with open_plain(path) as file:
+                        answer = b"".join((_FILE, file.read()))
             except OSError as error:  # raised once the others know that there is nothing to load
-                data = _PROBLEM + f"{error}".encode()
-        data = dense.share(data)
-        if not data:
+                answer = _PROBLEM + (f"{error}" if isinstance(error, CheckpointError) else f"{error}.").encode()
+        answer = dense.share(answer)
+        if not answer:
             return {}
+        kind, data = answer[:1], answer[1:]
         try:
-            if data.startswith(_PROBLEM):
-                raise CheckpointError(data[len(_PROBLEM) :].decode())
+            if kind == _PROBLEM:
+                raise CheckpointError(data.decode())
             check_archive(io.BytesIO(data), f"{path}")
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-            if not isinstance(state, dict):
-                raise CheckpointError(f"{path} holds a {type(state).__name__}; an optimizer state is a dict.")
+            if not isinstance(state, dict) or any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
+                raise CheckpointError(f"{path} is not an optimizer state, which has a dict for each parameter.")
         except CheckpointError as error:
             raise CheckpointError(f"{error} Nothing was loaded.") from error
         except Exception as error:

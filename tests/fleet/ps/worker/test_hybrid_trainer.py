@@ -196,9 +196,15 @@ def spoil(folder: Path, what: str) -> None:
         state.symlink_to(folder / "real.pt")
     elif what == "another object":
         torch.save([1], state)
+    elif what == "no dicts":
+        torch.save({0: 1}, state)
+    elif what == "zeros":
+        state.write_bytes(bytes(state.stat().st_size))
+    elif what == "empty":
+        state.write_bytes(b"")
     elif what == "trainer.pt":
         state.write_bytes(state.read_bytes()[:-100])
-    else:
+    elif what != "a long name":
         damage(next(folder.glob(what)))
 
 
@@ -217,7 +223,8 @@ def train_and_load(own: Fleet, rank: int, folder: Path, what: str) -> Any:
             spoil(folder, what)
         own.barrier_worker()
         with pytest.raises(FleetError, match=r"Nothing was loaded\.$") as caught:
-            own.load_model(folder)
+            own.load_model(folder / ("n" * 300 if what == "a long name" else ""))
+        assert "\0" not in str(caught.value)
         assert isinstance(caught.value, NothingLoaded if "part" in what else CheckpointError)
         text = str(caught.value)
     found = tables_of(model)
@@ -232,7 +239,20 @@ def train_and_load(own: Fleet, rank: int, folder: Path, what: str) -> Any:
     return text, last
 
 
-@pytest.mark.parametrize("what", ["ads/part-001-*", "dense*/part-000-*", "trainer.pt", "a link", "another object"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "ads/part-001-*",
+        "dense*/part-000-*",
+        "trainer.pt",
+        "a link",
+        "another object",
+        "no dicts",
+        "zeros",
+        "empty",
+        "a long name",
+    ],
+)
 def test_a_refused_load_is_as_if_it_had_not_been_called(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
