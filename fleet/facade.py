@@ -618,7 +618,8 @@ class Fleet:
     def load_model(self, path: Path, mode: int = 0) -> None:
         """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
 
-        The servers read and check the whole save before the first one loads.
+        The servers read and check the whole save before the first one loads. Gradients that no step has taken are
+        dropped.
 
         Args:
             path: a folder that ``save_persistables`` wrote.

@@ -41,7 +41,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/table/ids.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/id_kernels.py": "tests/fleet/ps/table/test_partition.py",
     "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_body_digest.py",
     "fleet/ps/table/kernels/row_kernels.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/numba_cache.py": "tests/fleet/ps/test_kernels_cost.py",

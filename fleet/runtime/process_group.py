@@ -89,9 +89,10 @@ def _check_backend(meeting: Meeting) -> None:
     on_gpu = meeting.device is not None and meeting.device.type == "cuda"
     if on_gpu and meeting.backend == "gloo" and "nccl" in str(dist.get_backend_config()):
         raise ConfigError(
-            "PADDLE_DISTRI_BACKEND is gloo, which the launcher chooses where workers share a GPU, and the process "
-            "group that was started before fleet.init() is NCCL's, which needs a GPU for each worker. Call "
-            "fleet.init() first; TrainingArguments of transformers starts such a group, too."
+            "PADDLE_DISTRI_BACKEND is gloo (the launcher chooses it where workers share a GPU), and the process group "
+            "that was started before fleet.init() is NCCL's. Call fleet.init() first (TrainingArguments of "
+            "transformers starts such a group, too), or set PADDLE_DISTRI_BACKEND=nccl, which needs a GPU for each "
+            "worker."
         )
 
 

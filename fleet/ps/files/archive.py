@@ -6,9 +6,11 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from fleet.errors import CheckpointError
 
-__all__ = ["check_archive"]
+__all__ = ["check_archive", "check_parts"]
 
 
 def check_archive(file: Path | IO[bytes], label: str) -> None:
@@ -29,3 +31,20 @@ def check_archive(file: Path | IO[bytes], label: str) -> None:
             f"{label}: its parts are compressed and could expand to any size; a checkpoint is not compressed. If you "
             "trust it, read it with torch.load and save it again."
         )
+
+
+def check_parts(file: IO[bytes], label: str) -> None:
+    """Raises CheckpointError, beginning with ``label``, when a part of an archive is not what was written.
+
+    ``torch.load`` does not look at the checksums. Other files are left to torch, and archives that were written without
+    checksums (``torch.serialization.set_crc32_options(False)``) are taken as they are in a process that writes such.
+    """
+    if not zipfile.is_zipfile(file) or not torch.serialization.get_crc32_options():
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise CheckpointError(f"{label} is damaged ({error}); load another checkpoint.") from None
+    if damaged is not None:
+        raise CheckpointError(f"{label} is damaged: the checksum of {damaged!r} is wrong. Load another checkpoint.")

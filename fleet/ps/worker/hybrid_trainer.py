@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError
 from fleet.ps.client.client import Client, NothingLoaded
-from fleet.ps.files.archive import check_archive
+from fleet.ps.files.archive import check_archive, check_parts
 from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
 from fleet.ps.worker.table_plan import TablePlan
@@ -200,6 +200,7 @@ class HybridTrainer(Trainer):
 
     def _take_loaded(self, client: Client) -> None:
         """Begins to exchange anew; the dense parameters are those of the trainers, not of the servers."""
+        self._forget_gradients()
         self._restart_exchange(client)
 
     def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
@@ -233,7 +234,7 @@ class HybridTrainer(Trainer):
                 torch.save(self._optimizer.state_dict()["state"], file)
 
     def _read_state(self, dirname: str, dense: DenseExchange) -> dict[Any, Any]:
-        """Returns the optimizer state of the save, which trainer 0 reads; of a save of another mode an empty one.
+        """Returns the optimizer state of the save, which trainer 0 reads; an empty one where it is absent, as is said.
 
         Raises:
             CheckpointError: it is damaged; every trainer raises it.
@@ -245,6 +246,8 @@ class HybridTrainer(Trainer):
                 if path.exists():
                     with open_plain(path) as file:
                         answer = b"".join((_FILE, file.read()))
+                else:
+                    self.client.notify(f"{path} is absent: the optimizer of the dense parameters starts afresh")
             except OSError as error:  # raised once the others know that there is nothing to load
                 answer = _PROBLEM + (f"{error}" if isinstance(error, CheckpointError) else f"{error}.").encode()
         answer = dense.share(answer)
@@ -255,6 +258,7 @@ class HybridTrainer(Trainer):
             if kind == _PROBLEM:
                 raise CheckpointError(data.decode())
             check_archive(io.BytesIO(data), f"{path}")
+            check_parts(io.BytesIO(data), f"{path}")
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
             if not isinstance(state, dict) or any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
                 raise CheckpointError(f"{path} is not an optimizer state, which has a dict for each parameter.")

@@ -461,7 +461,15 @@ class Trainer:
     def _take_loaded(self, client: Client) -> None:
         """Begins to exchange anew, with what the servers hold: all that is kept here is from before a load."""
         self._take_parameters(client)
+        self._forget_gradients()
         self._restart_exchange(client)
+
+    def _forget_gradients(self) -> None:
+        """Drops gradients that no step has taken."""
+        self.drop_gradients()
+        for part in self.plan.dense:
+            for parameter in part.parameters:
+                parameter.grad = None
 
     def _restart_exchange(self, client: Client) -> None:
         client.stat()  # or raises, if a server is gone; the exchange then stays

@@ -36,7 +36,9 @@ def test_workers_that_share_a_gpu_are_named() -> None:
 def test_a_group_of_nccl_is_refused_where_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    with pytest.raises(ConfigError, match=r"needs a GPU for each worker. Call fleet.init\(\) first"):
+    with pytest.raises(
+        ConfigError, match=r"is NCCL.s\. Call fleet.init\(\) first .*=nccl, which needs a GPU for each worker"
+    ):
         start_process_group(meeting(0, 2, 0, device=torch.device("cuda", 0)), print)
 
 

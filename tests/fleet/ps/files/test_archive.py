@@ -15,7 +15,7 @@ import fleet
 from fleet.elastic._folder import Part, read_entry
 from fleet.elastic._torch_files import parse_part, write_manifest
 from fleet.errors import CheckpointError
-from fleet.ps.files.archive import check_archive
+from fleet.ps.files.archive import check_archive, check_parts
 
 
 def packed(path: Path, pack: int = zipfile.ZIP_DEFLATED) -> Path:
@@ -82,3 +82,16 @@ def test_a_manifest_is_no_link(tmp_path: Path) -> None:
     (folder / "manifest.json").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match="manifest.json"):
         read_entry(folder)
+
+
+def test_parts_that_changed_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"a": torch.arange(1000.0)}, path)
+    whole = path.read_bytes()
+    check_parts(io.BytesIO(whole), "here")
+    at = whole.index(torch.arange(1000.0).numpy().tobytes())
+    changed = whole[:at] + b"\1" + whole[at + 1 :]
+    assert torch.load(io.BytesIO(changed))["a"][0] != 0  # which is why
+    with pytest.raises(CheckpointError, match="here is damaged: the checksum of '[^']*/data/0' is wrong"):
+        check_parts(io.BytesIO(changed), "here")
+    check_parts(io.BytesIO(b"no archive"), "here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,13 @@ def spoil(folder: Path, what: str) -> None:
         state.write_bytes(b"")
     elif what == "trainer.pt":
         state.write_bytes(state.read_bytes()[:-100])
+    elif what == "a bit":
+        content = bytearray(state.read_bytes())
+        with zipfile.ZipFile(state) as archive:
+            place = next(part for part in archive.infolist() if part.filename.endswith("data/0")).header_offset
+        lengths = (int.from_bytes(content[place + at : place + at + 2], "little") for at in (26, 28))
+        content[place + 30 + sum(lengths)] ^= 64
+        state.write_bytes(content)
     elif what != "a long name":
         damage(next(folder.glob(what)))
 
@@ -249,6 +257,7 @@ def train_and_load(own: Fleet, rank: int, folder: Path, what: str) -> Any:
         "another object",
         "no dicts",
         "zeros",
+        "a bit",
         "empty",
         "a long name",
     ],
@@ -265,6 +274,32 @@ def test_a_refused_load_is_as_if_it_had_not_been_called(
     assert other[0][0] == other[1][0] != ""
     for (_, one), (_, two) in zip(plain, other, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_absent_optimizer_state_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rest of the save is loaded, and gradients from before it are gone."""
+    lines: list[str] = []
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, hybrid(), make_adagrad, seed=rank)
+        train(model, optimizer, batches(4, rank, 2))
+        own.save_persistables(tmp_path)
+        saved = tables_of(model)
+        train(model, optimizer, batches(4, rank, 2))
+        own.barrier_worker()
+        (tmp_path / "trainer.pt").unlink(missing_ok=True)
+        own.barrier_worker()
+        ads, words, _ = batches(1, rank, 2)[0]
+        model(ads, words).sum().backward()
+        monkeypatch.setattr(own.session.server_job.trainer.client, "notify", lines.append)
+        own.load_model(tmp_path)
+        assert all(p.grad is None for p in model.parameters())
+        loaded = tables_of(model)
+        own.stop_worker()
+        return all(torch.equal(saved[name], loaded[name]) for name in saved), len(optimizer.state)
+
+    assert job(monkeypatch, work) == [(True, 0)] * 2
+    assert lines == [f"{tmp_path}/trainer.pt is absent: the optimizer of the dense parameters starts afresh"]
 
 
 def test_trainers_stay_equal_when_a_server_fails_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

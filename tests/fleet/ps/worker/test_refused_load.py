@@ -155,3 +155,26 @@ def test_the_first_error_is_raised_when_a_server_is_gone(tmp_path: Path, monkeyp
         own.stop_worker()
 
     run_job(work, strategy=strategy("sync"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_gradients_from_before_a_load_change_nothing_after_it(mode: str, tmp_path: Path) -> None:
+    """No step has taken them; where the load is refused they stay."""
+
+    def work(own: Fleet, rank: int) -> Any:
+        model, optimizer = served(own, strategy_of(mode), make_sgd, seed=rank)
+        train(model, optimizer, batches(2))
+        own.save_persistables(tmp_path)
+        before = values_of(model)
+        ads, words, target = batches(1)[0]
+        ((model(ads, words) - target) ** 2).mean().backward()
+        with pytest.raises(NothingLoaded):
+            own.load_model(tmp_path / "nowhere")
+        assert model.module.out.weight.grad is not None
+        own.load_model(tmp_path)
+        optimizer.step()
+        own.barrier_worker()
+        assert same(before, values_of(model))
+        own.stop_worker()
+
+    run_job(work, strategy=strategy_of(mode))
