@@ -34,6 +34,7 @@ def cluster() -> Iterator[str]:
     """Yields the address of a cluster of two nodes with a processor and, as far as Ray knows, two GPUs each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # empty, it leaves a node no GPUs
         nodes = Cluster()
         for _ in range(2):
             nodes.add_node(num_cpus=1, num_gpus=2, object_store_memory=80 << 20, include_dashboard=False)

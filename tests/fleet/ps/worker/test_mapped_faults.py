@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,11 @@ def test_a_thread_may_fork_while_steps_run(job: Job) -> None:
     thread.start()
     while job.count < 40:
         job.step()
+        while len(found) < job.count // 10 and thread.is_alive():  # a fork takes longer than some steps
+            time.sleep(0.001)
     over.set()
     thread.join()
-    assert len(found) > 1
+    assert len(found) >= 4
     assert all(found)
     assert job.is_right()
 
