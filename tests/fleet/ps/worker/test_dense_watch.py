@@ -16,6 +16,7 @@ import fleet
 from fleet.errors import ConfigError, OptionWarning, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
+from tests.helpers.fleets import own_fleet
 from tests.helpers.served import ServedJob, run_job, strategy_of
 
 SERVED = ("sync", "half_async", "async")  # modes in which the servers hold the dense parameters
@@ -278,9 +279,11 @@ def test_a_second_optimizer_that_is_refused_leaves_the_first_one_training(job: J
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "geo"])
-def test_a_checkpoint_is_resumed_before_the_worker_starts(mode: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_before_the_worker_starts(
+    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Afterwards the servers hold what is trained, and a worker that waits for the others would wait for itself."""
-    job = Job(mode, fleet.fleet)
+    job = Job(mode, own_fleet(monkeypatch))
     job.step()
     checkpoint = fleet.elastic.Checkpoint(tmp_path, job.model, job.optimizer)
     with pytest.raises(ConfigError, match=r"resume\(\) before fleet.init_worker\(\)"):
