@@ -140,13 +140,17 @@ class ProcessGroup:
         ends += [ended for p in polled if (ended := p.poll()) is not None]
         return ends
 
+    def terminate(self) -> None:
+        """Sends SIGTERM to every process."""
+        for process in self.running():
+            process.terminate()
+
     def stop(self, grace_s: float) -> None:
         """Ends every process: SIGTERM to each, SIGKILL to its group after ``grace_s``, and a sweep by mark.
 
         A signal to the launcher meanwhile cuts the grace short.
         """
-        for process in self.running():
-            process.terminate()
+        self.terminate()
         deadline = time.monotonic() + grace_s
         while self.running() and (left_s := deadline - time.monotonic()) > 0:
             self.wait(left_s)
@@ -359,18 +363,29 @@ class Supervisor:
         return result
 
     def _end_servers(self, group: ProcessGroup, news: PeerNews | None) -> GroupResult:
-        """Gives the servers a moment to return from run_server(), then stops them."""
+        """Gives the servers a moment to return from run_server(), then asks them to end, and says if one fails at it.
+
+        One that still publishes its last rows goes on when it is asked, for as long as a sink may take.
+        """
         self._log.info("all workers exit, going to finish parameter server and heter_worker.")
         deadline = time.monotonic() + SERVER_RETURN_S
-        while group.running() and (left_s := deadline - time.monotonic()) > 0:
-            if failures := [ended for ended in group.wait(left_s) if ended.exit_code]:
+        asked = False
+        while group.running():
+            if (left_s := deadline - time.monotonic()) <= 0:
+                if asked:
+                    break
+                group.terminate()
+                asked, deadline = True, time.monotonic() + self._grace_s
+                continue
+            ends = group.wait(left_s)
+            if failures := [ended for ended in ends if ended.exit_code and not (asked and ended.exit_code > 128)]:
                 return self._fail(group, failures)
             if signals := self._signals.take():
                 return self._stop(group, signals)
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
                 group.stop(event.grace_s)
                 return GroupResult(exit_code=0, interrupted=True)
-        group.stop(self._grace_s)
+        group.kill()
         self._log.info("all parameter server are killed.")
         return GroupResult(exit_code=0)
 

@@ -71,6 +71,7 @@ class Server:
         # can be opened.
         BodyDigest(b"")([bytes(8)], 8)
         self.config = config
+        self.is_finishing = False  # the workers are gone, and the sink takes the last rows
         self._transport = transport or SocketTransport()
         self._notify = notify
         self._make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
@@ -254,7 +255,11 @@ class Server:
             PSError: the sink did not take them; the folder keeps them.
         """
         if self._publisher is not None:
-            self._publisher.finish()
+            self.is_finishing = True
+            try:
+                self._publisher.finish()
+            finally:
+                self.is_finishing = False
 
     def stop(self) -> None:
         """Closes every connection and ends every thread; the folder keeps the state."""

@@ -30,7 +30,8 @@ def run_server(
 ) -> None:
     """Serves until the workers are gone, then removes the state in the folder: the job is over.
 
-    SIGTERM and Ctrl-C (in the main thread) end it and keep the state; it exits with 143 or 130.
+    SIGTERM and Ctrl-C (in the main thread) end it and keep the state; it exits with 143 or 130. While a sink takes the
+    last rows of the job, for 30 seconds at most, only Ctrl-C or a second SIGTERM does.
 
     Args:
         config: the server.
@@ -61,7 +62,7 @@ def run_servers(
         transport, notify, watch: as for :func:`run_server`.
     """
     servers = [Server(config, transport=transport, notify=notify) for config, _ in parts]
-    with _exit_on_signals(), ExitStack() as stack:
+    with _exit_on_signals(servers), ExitStack() as stack:
         for server in servers:
             stack.callback(server.stop)
         for server, (_, prepare) in zip(servers, parts, strict=True):
@@ -105,14 +106,24 @@ def _serve_all(servers: Sequence[Server], watch: Watch) -> None:
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def _exit_on_signals(servers: Sequence[Server]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else handles Ctrl-C
         numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, lambda got, _: sys.exit(128 + got)) for number in numbers}
+    waits = [signal.SIGTERM]
+
+    def leave(number: int, _: object) -> None:
+        if number in waits and any(server.is_finishing for server in servers):
+            waits.remove(
+                signal.SIGTERM
+            )  # launchers ask at the end of a job; the sink lacks rows that nobody trains again
+            return
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:

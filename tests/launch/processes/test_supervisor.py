@@ -139,6 +139,25 @@ def test_servers_wait_for_the_workers_of_other_nodes(supervisor: Supervisor, tmp
     assert (result.exit_code, news.num_done) == (0, 1)
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_server_that_is_asked_to_end_may_finish_and_fail(
+    supervisor: Supervisor, tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that publishes its last rows when it is asked to end: it has the grace for it, and its error counts."""
+    monkeypatch.setattr("fleet.launch.processes.supervisor.SERVER_RETURN_S", 0.5)
+    done = tmp_path / "done"
+    server = (
+        "import signal, time; asked = []; signal.signal(15, lambda *_: asked.append(1))\n"
+        f"while not asked: time.sleep(0.01)\ntime.sleep(0.3); open({str(done)!r}, 'w'); raise SystemExit({code})"
+    )
+    result = supervisor.run([spec(tmp_path, 0, server, "server"), spec(tmp_path, 0, "import time; time.sleep(0.3)")])
+    assert done.exists()
+    assert result.exit_code == code
+    if code:
+        assert result.first_failure is not None
+        assert result.first_failure.spec.role == "server"
+
+
 def test_servers_alone_run_until_they_return(supervisor: Supervisor, tmp_path: Path) -> None:
     """A node of a static list that has servers only."""
     code = "import time; time.sleep(0.5)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,43 @@ def test_a_job_ends_when_the_sink_has_the_last_row(tmp_path: Path) -> None:
     assert not thread.is_alive()
     assert sorted(sink.rows["ads"]) == [1, 2]
     assert not (tmp_path / "s" / "journal").exists()
+
+
+def test_a_launcher_that_asks_a_server_to_end_waits_for_the_last_rows(tmp_path: Path) -> None:
+    """It asks some seconds after the workers are gone; the sink, which is back by then, gets everything."""
+    service = PublishingService(MemorySink(), tmp_path / "unused")
+    service.close()
+
+    class Asked(MemorySink):
+        asked = threading.Event()
+
+        def position(self, server: int) -> tuple[str, int] | None:
+            if self.away:
+                self.asked.set()
+            return super().position(server)
+
+    sink, arrived = Asked(), threading.Event()
+    config = server_config(tmp_path / "s", sink, every_s=3600, endpoint="127.0.0.1:9100")
+
+    def work() -> None:
+        assert arrived.wait(30)
+        service.servers = [type("At", (), {"endpoint": "127.0.0.1:9100", "stop": lambda self: None})()]
+        client = service.client()
+        sink.away = True
+        service.push(client, 1, 2)
+        client.goodbye()
+        assert sink.asked.wait(30)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
+        time.sleep(0.2)
+        sink.away = False
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    run_server(config, transport=service.transport, notify=lambda line: arrived.set() if "listening" in line else None)
+    thread.join(30)
+    assert sorted(sink.rows["ads"]) == [1, 2]
 
 
 def test_a_sink_that_is_away_holds_nobody_and_is_named(tmp_path: Path) -> None:
