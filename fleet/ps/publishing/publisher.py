@@ -149,7 +149,8 @@ class Publisher:
                 self._note_failure(error)
                 pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
             else:
-                self._note_success()
+                if published_tables(self._state, self._publication.tables):  # without one nobody has asked the sink
+                    self._note_success()
                 retry_s = _FIRST_RETRY_S
                 if finishing and is_clean:
                     return
@@ -239,7 +240,7 @@ class Publisher:
         self._state.job.published.counts["failures"] += 1
         if self._failing_since is None:
             self._failing_since = now
-        text = self._reason = str(error) if isinstance(error, FleetError) else repr(error)
+        text = self._reason = str(error) if isinstance(error, FleetError) else _text_of(error)
         if isinstance(error, StaleDelta) or now - self._told < _TELL_EVERY_S:
             return
         self._told = now
@@ -263,6 +264,11 @@ def boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def _text_of(error: Exception) -> str:
+    """Returns the kind of an error and its text; the repr of the redis package has no text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _is_lost(kept_for: tuple[str, int]) -> bool:
