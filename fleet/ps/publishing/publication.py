@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         every_s = self.every_s
-        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
+        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0 < every_s < threading.TIMEOUT_MAX:
             raise ConfigError(f"{self.origin}: every_s is {every_s!r}; it takes a number of seconds above 0.")
         check_encoding(f"{self.origin}: values", self.values)
         if isinstance(self.sink, str):
@@ -77,6 +77,8 @@ def _check_address(origin: str, address: str) -> None:
     if address.startswith("folder:"):
         if not address.removeprefix("folder:"):
             raise ConfigError(f"{origin}: the sink is 'folder:'; a path follows it, such as folder:/mnt/rows.")
+        if colon:
+            raise ConfigError(f"{origin}: the sink is {address!r}; a path follows the colon, such as folder:/mnt/rows.")
     elif not address:
         raise ConfigError(f"{origin}: the sink is ''; it takes 'redis://host:port/0', 'folder:/path' or a path.")
     elif colon and scheme not in ("redis", "rediss", "unix"):
@@ -91,7 +93,7 @@ def _check_address(origin: str, address: str) -> None:
 
 
 def publish(
-    sink: str | Callable[[Delta], object] | Sink,
+    sink: str | os.PathLike[str] | Callable[[Delta], object] | Sink,
     every_s: float = 1.0,
     values: str = "float32",
     tables: Iterable[str] | None = None,
@@ -122,10 +124,11 @@ def publish(
         raise ConfigError("fleet.ps.publish() was called twice; one job publishes to one sink.")
     if isinstance(tables, str):
         raise ConfigError(f"fleet.ps.publish(tables={tables!r}) takes a list of names; write [{tables!r}].")
-    names = None if tables is None else list(tables)
-    if names is not None and not (names and all(isinstance(name, str) for name in names)):
+    names = list(tables) if isinstance(tables, Iterable) else tables
+    if names is not None and not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
         raise ConfigError(f"fleet.ps.publish(tables={names!r}) takes names of sparse tables, at least one.")
     chosen = None if names is None else frozenset(names)
+    sink = os.fspath(sink) if isinstance(sink, os.PathLike) else sink
     _asked.append(Publication(sink=sink, every_s=every_s, values=values, tables=chosen))
 
 

@@ -7,11 +7,11 @@ from urllib.parse import urlsplit
 
 from fleet.errors import ConfigError
 
-__all__ = ["check_database"]
+__all__ = ["check_database", "without_password"]
 
 
 def check_database(origin: str, address: str) -> None:
-    """Raises ConfigError where the path names no database: the redis package would take database 0.
+    """Raises ConfigError where the port is none, or the path names no database: the redis package would take 0.
 
     Args:
         origin: what the message begins with.
@@ -23,3 +23,15 @@ def check_database(origin: str, address: str) -> None:
             f"{origin}: the address ends with {parts.path!r}, which is no database; write its number, such as "
             "redis://localhost:6379/0."
         )
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ConfigError(
+            f"{origin}: the address {without_password(address)!r} has no port from 0 to 65535; write one, such as redis://localhost:6379/0."
+        ) from None
+
+
+def without_password(address: str) -> str:
+    """Returns the address without user and password, for messages."""
+    scheme, separator, rest = address.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

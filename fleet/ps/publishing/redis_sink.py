@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, RowsDelta, check_position, pack_rows
+from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.server.key_recorder import Keys
 from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.partition import servers_of_keys
@@ -71,7 +72,9 @@ class RedisSink:
                 command_packer=_packer(),
             )
         except ValueError as error:
-            raise ConfigError(f"the sink {address!r}: {error}. Write redis://host:port/database.") from None
+            raise ConfigError(
+                f"the sink {without_password(address)!r}: {error}. Write redis://host:port/database."
+            ) from None
         self._watch_error = redis.WatchError
         self._refused: tuple[type[Exception], ...] = (redis.AuthenticationError, NoPermissionError)
         self._values = values

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from fleet.errors import ConfigError, FleetError
+from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
 from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 _ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
+_FIRST_ROWS = "A publisher's folder has rows once the servers have written the first ones."
 _REMOTE = ("redis://", "rediss://", "unix://")
 
 
@@ -72,12 +74,14 @@ class Reader:
     """
 
     def __init__(self, source: str | Path, *, job: str | None = None, wire: str = "float32") -> None:
-        self._label = f"fleet.ps.Reader({str(source)!r})"
+        self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        if job is not None and not (isinstance(job, str) and job):
+            raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
         if isinstance(source, str) and source.startswith(SCHEME):
             self._remote = _open_servers(source, job, wire)
             return
@@ -89,7 +93,11 @@ class Reader:
         if isinstance(source, str) and source.startswith(_REMOTE):
             self._remote = RedisRows(source, job)
             return
-        if not isinstance(source, str | Path) or (isinstance(source, str) and "://" in source) or not str(source):
+        if (
+            not isinstance(source, str | Path)
+            or (isinstance(source, str) and "://" in source)
+            or source in ("", "folder:")
+        ):
             raise ConfigError(
                 f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or "
                 "ps://host:36001."
@@ -262,7 +270,7 @@ def _open_servers(source: str, job: str | None, wire: str) -> ServerRows:
 
 def _open_folder(label: str, folder: Path) -> _Files:
     if not folder.is_dir():
-        raise ConfigError(f"{label}: there is no such folder.")
+        raise ConfigError(f"{label}: there is no such folder. {_FIRST_ROWS}")
     if is_delta_folder(folder):
         return DeltaRows(folder)
     if is_save(folder):
@@ -270,7 +278,7 @@ def _open_folder(label: str, folder: Path) -> _Files:
     names = sorted(path.name for path in folder.iterdir())[:5]
     raise ConfigError(
         f"{label}: neither rows that fleet.ps.publish writes (MANIFEST.json) nor a save of tables; the folder holds "
-        f"{names or 'nothing'}. A publisher's folder has rows once the servers have written the first ones."
+        f"{names or 'nothing'}. {_FIRST_ROWS}"
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
-from fleet.ps.publishing.redis_address import check_database
+from fleet.ps.publishing.redis_address import check_database, without_password
 from fleet.ps.serving.local_rows import Found, Position, check_servers, check_table
 from fleet.ps.table.layout import Int64s
 
@@ -41,10 +41,9 @@ class RedisRows:
             from redis.retry import Retry
         except ImportError:
             raise ConfigError(
-                f"fleet.ps.Reader({_without_password(url)!r}) needs the redis package: "
-                "pip install 'torch-fleet[redis]'."
+                f"fleet.ps.Reader({without_password(url)!r}) needs the redis package: pip install 'torch-fleet[redis]'."
             ) from None
-        self._label = _without_password(url)
+        self._label = without_password(url)
         check_database(f"fleet.ps.Reader({self._label!r})", url)
         self._refused: tuple[type[Exception], ...] = (redis.AuthenticationError, NoPermissionError)
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
@@ -142,7 +141,9 @@ class RedisRows:
         names = [key.decode().removeprefix("fleet:").removesuffix(":position") for key in keys]
         jobs = sorted(name for name in names if ":" not in name)  # the others are tables like "ads:position"
         if len(jobs) != 1:
-            what = f"has the rows of {jobs}; choose one" if jobs else "has no rows of a job yet; name the job"
+            what = f"has the rows of {jobs}; choose one"
+            if not jobs:
+                what = "has no rows of a job yet. Servers write within seconds: try again then, or name the job"
             raise ConfigError(f"fleet.ps.Reader({self._label!r}): Redis {what} with job=.")
         return jobs[0]
 
@@ -166,7 +167,9 @@ class RedisRows:
                 f"{self._label}: Redis refuses this client: {error}. The address takes redis://user:password@host:port/0."
             ) from None
         except self._errors as error:
-            raise PSError(f"{self._label}: Redis does not answer: {error}. Lookups work again once it does.") from None
+            raise PSError(
+                f"{self._label}: Redis does not answer: {str(error).rstrip('.')}. Lookups work again once it does."
+            ) from None
 
 
 def _position_of(held: Mapping[str, Any]) -> Position:
@@ -176,8 +179,3 @@ def _position_of(held: Mapping[str, Any]) -> Position:
 def _plain(name: str) -> str:
     """Returns ``name`` as a pattern that matches only itself."""
     return "".join(f"\\{letter}" if letter in "*?[]\\" else letter for letter in name)
-
-
-def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

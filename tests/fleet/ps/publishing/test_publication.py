@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"every_s": 0}, "every_s is 0; it takes a number of seconds above 0"),
     ({"every_s": True}, "every_s is True"),
     ({"every_s": float("nan")}, "every_s is nan"),
+    ({"every_s": 1e300}, r"every_s is 1e\+300; it takes a number of seconds above 0"),
     ({"values": "float16"}, "'float16'.*'float32', 'bfloat16', 'int8'"),
     ({"sink": ""}, "the sink is ''"),
     ({"sink": "folder:"}, "a path follows it"),
+    ({"sink": "folder:///mnt/rows"}, "a path follows the colon, such as folder:/mnt/rows"),
+    ({"sink": "redis://h:99999/0"}, "has no port from 0 to 65535"),
+    ({"sink": "redis://:secret@h:x/0"}, "'redis://h:x/0' has no port"),
     ({"sink": "http://x"}, "schemes are redis://"),
     ({"sink": "redis://"}, "write the host"),
     ({"sink": 3}, "the sink is 3"),
@@ -24,6 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tables": "ads"}, r"write \['ads'\]"),
     ({"tables": []}, "at least one"),
     ({"tables": [3]}, "names of sparse tables"),
+    ({"tables": 3}, "tables=3.*names of sparse tables"),
 ]
 
 
@@ -42,6 +48,13 @@ def test_a_second_sink_is_refused() -> None:
     assert asked is not None
     assert (asked.sink, asked.every_s, asked.values, asked.tables) == ("folder:rows", 1.0, "float32", {"ads"})
     assert take_asked() is None
+
+
+def test_a_path_is_a_path(tmp_path: Path) -> None:
+    ps.publish(tmp_path / "rows")
+    asked = take_asked()
+    assert asked is not None
+    assert asked.sink == asked.address == str(tmp_path / "rows")
 
 
 def test_messages_name_the_sink_without_its_password() -> None:

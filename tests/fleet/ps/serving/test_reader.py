@@ -85,7 +85,9 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
     for source, text in (
-        (tmp_path / "absent", "there is no such folder"),
+        (tmp_path / "absent", "there is no such folder.*once the servers have written the first ones"),
+        ("folder:", "takes a folder, or an address"),
+        ("redis://h:99999/0", "has no port from 0 to 65535"),
         (tmp_path / "other", r"neither rows that fleet.ps.publish writes.*holds \['letter.txt'\]"),
         ("kafka://host", "takes a folder, or an address"),
         ("", "takes a folder, or an address"),
@@ -93,6 +95,9 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             Reader(source)  # type: ignore[arg-type]
+    for job in (5, ""):
+        with pytest.raises(ConfigError, match=rf"Reader\('redis://h/0', job={job!r}\) takes the name of a job"):
+            Reader("redis://user:secret@h/0", job=job)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Omit job="):
         Reader(tmp_path / "other", job="shop")
 

@@ -50,7 +50,7 @@ def test_every_delta(redis: RedisServer, encoding: str) -> None:
 
 
 def test_the_job_is_named_where_there_are_several(redis: RedisServer) -> None:
-    with pytest.raises(ConfigError, match="no rows of a job yet; name the job with job="):
+    with pytest.raises(ConfigError, match="no rows of a job yet.*try again then, or name the job with job="):
         RedisRows(redis.url, None)
     for job in ("shop", "toys"):
         sink = RedisSink(redis.url, job, "float32")
