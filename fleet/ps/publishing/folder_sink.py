@@ -77,13 +77,14 @@ class FolderSink:
                 state["base"], state["deltas"] = entry, []
                 manifest["num_servers"] = delta.num_servers
                 for server in [s for s in manifest["servers"] if int(s) >= delta.num_servers]:
+                    before |= _files(manifest, int(server))
                     del manifest["servers"][server]
             else:
                 state["deltas"].append(entry)
             state.update(history=delta.history, watermark=delta.watermark, step=delta.step, pushed_at=delta.pushed_at)
             self._compact(delta.server, state)
             self._replace(manifest)
-            self._remove_old(delta.server, before | _files(manifest, delta.server))
+            self._remove_old(manifest, delta.server, before | _files(manifest, delta.server))
 
     def close(self) -> None:
         """Nothing is open between deltas."""
@@ -163,9 +164,12 @@ class FolderSink:
         finally:
             os.close(fd)
 
-    def _remove_old(self, server: int, kept: set[str]) -> None:
-        for path in self._folder.glob(f"rows-{server}-*.safetensors"):
-            if path.name not in kept:
+    def _remove_old(self, manifest: dict[str, Any], server: int, kept: set[str]) -> None:
+        """Removes the files of ``server``, and of servers that the manifest has no longer, unless they are ``kept``."""
+        for path in self._folder.glob("rows-*-*.safetensors"):
+            number = path.name.split("-")[1]
+            is_due = number == str(server) or (number.isdigit() and number not in manifest["servers"])
+            if is_due and path.name not in kept:
                 path.unlink(missing_ok=True)
 
     @contextmanager

@@ -109,6 +109,20 @@ def test_stale_deltas_and_folders_of_others_are_refused(tmp_path: Path) -> None:
         sink.position(0)
 
 
+def test_files_of_a_server_that_the_job_has_no_longer_are_removed(tmp_path: Path) -> None:
+    """Once the manifest after the one that dropped them is written: a reader may still read the one before."""
+    sink = FolderSink(tmp_path, "shop", "float32")
+    for server in range(2):
+        sink.write(delta(0, 3, [5 + server], whole=True, server=server, num_servers=2))
+    (tmp_path / "rows-1-mine.txt").touch()
+    (tmp_path / "rows-old-copy.safetensors").touch()
+    sink.write(delta(0, 3, [7], whole=True, history="00000002-b"))
+    assert len(list(tmp_path.glob("rows-1-*.safetensors"))) == 1
+    sink.write(delta(3, 4, [8], history="00000002-b"))
+    assert {path.name.rpartition("-")[0][:8] for path in tmp_path.glob("rows-*")} == {"rows-0-0", "rows-1", "rows-old"}
+    assert set(rows_in(tmp_path)["ads"]) == {7, 8}
+
+
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     service = PublishingService(f"folder:{tmp_path / 'rows'}", tmp_path / "ps", 2)
     try:
