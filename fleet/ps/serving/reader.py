@@ -283,9 +283,9 @@ def _open_folder(label: str, folder: Path) -> _Files:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Returns an array as a tensor, unsigned 64 bits as the same bits; other values as they are."""
+    """Returns an array as a tensor, unsigned 64 bits as the same bits, in lists too; other values as they are."""
     if not isinstance(value, np.ndarray):
-        return value
+        return _signed(value)
     import torch
 
     if value.dtype.kind not in "iu":
@@ -306,10 +306,19 @@ def _keys_of(ids: Any) -> tuple[Int64s, tuple[int, ...]]:
         array = np.asarray(array)
     except ValueError:
         raise ConfigError("reader.lookup: ids are lists of unequal lengths; use lookup_bags for bags of ids.") from None
-    if not array.size and array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
-        array = array.astype(np.int64)  # [] has no type of its own
+    if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
+        # [] has no type of its own, and numpy makes floats of integers on both sides of 2**63
+        array = np.asarray(_signed(ids)) if array.size else array.astype(np.int64)
     if array.dtype.kind not in "iu":
         raise ConfigError(f"reader.lookup: ids are {array.dtype}; they must be integers of at most 64 bits.")
     flat = array.reshape(-1)
     keys = flat.view(np.int64) if flat.dtype == np.uint64 else flat.astype(np.int64, copy=False)
     return np.ascontiguousarray(keys), array.shape
+
+
+def _signed(ids: Any) -> Any:
+    """Returns lists of ids with those from 2**63 up as the negative ones of the same 64 bits."""
+    if isinstance(ids, list | tuple):
+        return [_signed(one) for one in ids]
+    is_large = isinstance(ids, int | np.integer) and 2**63 <= int(ids) < 2**64
+    return int(ids) - 2**64 if is_large else ids

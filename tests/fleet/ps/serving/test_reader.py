@@ -48,6 +48,8 @@ def test_any_form_of_ids(tmp_path: Path, saved: ReferenceTable) -> None:
         np.array([-7, 5, 10**15]),
         torch.tensor([-7, 5, 10**15]),
         np.array([2**64 - 7, 5, 10**15], np.uint64),
+        [2**64 - 7, 5, 10**15],  # as JSON gives unsigned ids: numpy makes floats of such a list
+        (np.uint64(2**64 - 7), 5, np.int32(10**9) * np.int64(10**6)),
     ):
         rows, found = reader.lookup("ads", ids, found=True)
         kinds = torch.Tensor if isinstance(ids, torch.Tensor) else np.ndarray
@@ -58,6 +60,10 @@ def test_any_form_of_ids(tmp_path: Path, saved: ReferenceTable) -> None:
     for dtype in (np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32):
         assert np.array_equal(reader.lookup("ads", np.array([[5], [3]], dtype))[0, 0], wanted[1])
     assert reader.lookup("ads", torch.tensor([[5, 3]], dtype=torch.int32)).shape == (1, 2, DIM)
+    assert np.array_equal(reader.lookup("ads", [[2**64 - 7, 5], [-7, 10**15]])[1], wanted[[0, 2]])
+    sums = reader.lookup_bags("ads", [[2**64 - 7, 5], (10**15, 2**64 - 1)])
+    assert torch.equal(sums, reader.lookup_bags("ads", [[-7, 5], [10**15, -1]]))
+    assert reader.lookup("ads", 2**64 - 7).tolist() == wanted[0].tolist()
     assert reader.lookup("ads", 5).tolist() == wanted[1].tolist()
     for empty in ([], np.empty((0, 4), np.int64), torch.empty(0, dtype=torch.int64)):
         assert tuple(reader.lookup("ads", empty).shape) == (*np.shape(empty), DIM)
@@ -72,6 +78,8 @@ def test_any_form_of_ids(tmp_path: Path, saved: ReferenceTable) -> None:
         ([True], "ids are bool"),
         (["7"], "ids are <U1"),
         ([2**64], "ids are object"),
+        ([2**63, 1.0], "ids are float64"),
+        ([-(2**63) - 1], "ids are object"),
         (None, "ids are object"),
         ([[1], [2, 3]], "unequal lengths; use lookup_bags"),
     ],
