@@ -21,6 +21,7 @@ __all__ = ["FILE", "Transforms"]
 FILE = "transforms.json"
 _OFFSETS = ".offsets"
 _KINDS: dict[str, type[Transform]] = {kind.__name__: kind for kind in (Bucketize, Clip, Cross, Hash, Log, Vocabulary)}
+_BITS = 2**64 - 1
 _MOST_BYTES = 1 << 30
 
 
@@ -100,6 +101,12 @@ class Transforms:
         Raises:
             ConfigError: a column is missing, of another kind or number of rows than the others, or would be replaced.
         """
+        if not hasattr(batch, "items"):
+            first = next(iter(self.inputs), "site")
+            raise ConfigError(
+                f"fleet.features: Transforms takes a mapping of columns, such as {{{first!r}: [...]}}; it was called "
+                f"with {type(batch).__name__}."
+            )
         columns = {name: _column(name, batch) for name in self.inputs}
         _check_rows(columns)
         tensors = {name for name in columns if _is_tensor(batch[name])}
@@ -250,8 +257,14 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
                 values = values.astype(np.int64)  # every transform takes it
             elif values.dtype.kind in "OUS":
                 values = np.asarray(batch[name], object)  # numpy's text loses zeros at its end, and takes 7 for "7"
-    except ValueError as error:
-        raise ConfigError(f"fleet.features: column {name!r} is no array: {error}.") from None
+            elif values.dtype == np.float64 and all(isinstance(one, int | np.integer) for one in batch[name]):
+                # numpy makes floats of integers on both sides of 2**63
+                values = np.array([int(one) & _BITS for one in batch[name]], np.uint64)
+    except ValueError:
+        raise ConfigError(
+            f"fleet.features: column {name!r} has rows of different lengths; write a bag as flat values and "
+            f"{name + _OFFSETS!r}, where each row begins."
+        ) from None
     if values.dtype.kind in "OUS" and values.ndim:
         words = Words.of(name, values.tolist() if values.dtype.kind == "S" else values)
         column, count = FeatureColumn(words), len(words.codes)
@@ -260,7 +273,7 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
     else:
         raise ConfigError(
             f"fleet.features: column {name!r} is {values.dtype} of shape {values.shape}; it is numbers or text, one or "
-            "more for each row."
+            "more for each row; for one row, a list of one."
         )
     if name + _OFFSETS not in batch:
         return column

@@ -17,6 +17,7 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.serving.export import EXPORT, RowsInput
 from fleet.ps.serving.reader import Reader
+from fleet.ps.serving.saved_rows import is_save
 
 __all__ = ["Predictor"]
 
@@ -60,8 +61,14 @@ class Predictor:
             )
         self._folder = Path(folder)
         self._refreshing = threading.Lock()
+        program = self._newest()
+        if reader is None and not is_save(self._folder):
+            raise ConfigError(
+                f"fleet.ps.Predictor({str(folder)!r}): there are no tables beside the program. Give it the rows, as in "
+                f'Predictor({str(folder)!r}, fleet.ps.Reader("rows").follow()).'
+            )
         self.reader = Reader(self._folder) if reader is None else reader
-        self._program = self._checked(self._newest())
+        self._program = self._checked(program)
 
     @property
     def lookups(self) -> tuple[RowsInput, ...]:

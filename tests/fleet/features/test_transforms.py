@@ -140,7 +140,7 @@ def test_lists_that_make_no_sense(made: Any, text: str) -> None:
         ([Log("x")], {"x": [True]}, "is bool"),
         ([Log("x")], {"x": [1.0], "x.offsets": [1]}, "says where bags begin"),
         ([Log("x")], {"x": [1.0], "x.offsets": [0, 2]}, "says where bags begin"),
-        ([Log("x")], {"x": [[1.0], [1.0, 2.0]]}, "no array"),
+        ([Log("x")], {"x": [[1.0], [1.0, 2.0]]}, "rows of different lengths"),
         ([Hash("x")], {"x": [None]}, "holds None"),
     ],
 )
@@ -207,7 +207,8 @@ def test_an_unknown_key_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a word", "numbers or text, one or more for each row"),
+        ("a word", "numbers or text, one or more for each row; for one row, a list of one"),
+        ([["a", "b"], ["c"]], "'site' has rows of different lengths; write a bag as flat values and 'site.offsets'"),
         (["\ud800"], "no Unicode text"),
     ],
 )
@@ -244,3 +245,19 @@ def test_a_folder_that_does_not_exist_yet_is_made(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not a regular file"):
         Transforms.load(tmp_path / "pipe")
+
+
+def test_a_batch_is_columns_and_not_rows() -> None:
+    for batch in ([{"x": 1}], None, "x"):
+        with pytest.raises(ConfigError, match=r"takes a mapping of columns, such as \{'x': \[...\]\}"):
+            Transforms([Hash("x")])(batch)  # type: ignore[arg-type]
+
+
+def test_unsigned_ids_of_json_are_integers_in_any_batch() -> None:
+    """Numpy makes floats of a list with integers on both sides of 2**63."""
+    both = Transforms([Hash("x", out="id"), Bucketize("x", [0])])
+    rows = [7, 2**63, 2**64 - 1, 2**53 + 1]
+    made = both({"x": rows})
+    assert made["id"].tolist() == [both({"x": [row]})["id"][0] for row in rows]
+    assert made["x"].tolist() == [both({"x": [row]})["x"][0] for row in rows] == [1, 0, 0, 1]
+    assert both({"x": [2**64 - 1, -1]})["id"].tolist() == [made["id"][2]] * 2

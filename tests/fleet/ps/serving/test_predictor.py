@@ -77,8 +77,12 @@ def test_folders_that_hold_no_program(tmp_path: Path) -> None:
     table = SparseTable(SparseTableConfig("ads", DIM))
     table.add(np.array([1]), np.ones((1, DIM), np.float32))
     save_table(table, tmp_path)
-    with pytest.raises(CheckpointError, match="no exported program here"):
-        Predictor(tmp_path)
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match="no exported program here"):
+            Predictor(folder)
+    export(fleet.SparseEmbedding(DIM, name="ads"), (torch.tensor([1, 2]),), tmp_path / "program")
+    with pytest.raises(ConfigError, match="no tables beside the program.*Give it the rows, as in Predictor.*follow"):
+        Predictor(tmp_path / "program")
     export(fleet.SparseEmbedding(DIM + 1, name="ads"), (torch.tensor([1, 2]),), tmp_path)
     with pytest.raises(ConfigError, match=r"takes 4 columns of table 'ads'; the reader's rows have 3"):
         Predictor(tmp_path)
