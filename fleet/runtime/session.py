@@ -6,6 +6,7 @@ Strategies see it as ``fleet.strategies._declare.strategy.Workers``.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from fleet.role_maker import RoleMakerBase
 
 Wrapped = TypeVar("Wrapped")
+_PUBLICATION = "fleet.ps.publishing.publication"  # loaded by fleet.ps.publish; collective jobs load nothing of fleet.ps
 
 
 @dataclass(eq=False, kw_only=True)
@@ -355,6 +357,8 @@ class Session:
             raise ConfigError("distributed_optimizer() was called with an optimizer that it had returned.")
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
+        if self.server_job is None and (publication := sys.modules.get(_PUBLICATION)) is not None:
+            publication.refuse_asked()
         self.checks.forget_optimizer(optimizer)
         if self.collective and self.axes.size(*MODEL_AXES) > 1:
             parameters = (p for group in optimizer.param_groups for p in group["params"])

@@ -13,7 +13,7 @@ from fleet.errors import ConfigError
 from fleet.ps.publishing.delta import Delta, Sink, check_encoding, check_position
 from fleet.ps.publishing.redis_address import check_database
 
-__all__ = ["Publication", "open_sink", "publish", "take_asked"]
+__all__ = ["Publication", "open_sink", "publish", "refuse_asked", "take_asked"]
 
 _asked: list[Publication] = []
 
@@ -135,6 +135,16 @@ def publish(
 def take_asked() -> Publication | None:
     """Returns what :func:`publish` was called with, once."""
     return _asked.pop() if _asked else None
+
+
+def refuse_asked() -> None:
+    """Raises ConfigError where :func:`publish` was called, and forgets the call."""
+    if take_asked() is not None:
+        raise ConfigError(
+            "fleet.ps.publish() was called, and this job has no parameter servers whose rows it could publish. Remove "
+            "the call, or start the job with servers: python -m fleet.launch --server_num=1 --worker_num=1 train.py, "
+            "and fleet.init() without is_collective."
+        )
 
 
 def open_sink(publication: Publication, job: str) -> Sink:

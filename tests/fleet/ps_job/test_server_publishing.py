@@ -110,6 +110,19 @@ def test_two_sinks_level_0_and_tables_that_do_not_exist_are_refused(
         embedded()
 
 
+def test_a_job_without_servers_has_nothing_to_publish(tmp_path: Path) -> None:
+    own = Fleet()
+    own.init(is_collective=True, log_level="WARNING")
+    ps.publish(tmp_path / "rows")
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(
+        ConfigError, match=r"publish\(\) was called, and this job has no parameter servers.*Remove the call"
+    ):
+        own.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    own.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    own.session.close()
+
+
 def test_a_key_without_a_sink_is_noted_and_a_wrong_address_refused() -> None:
     chosen = strategy("async")
     chosen.a_sync_configs = {"publish_every_s": 0.5}
