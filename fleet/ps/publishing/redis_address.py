@@ -27,7 +27,8 @@ def check_database(origin: str, address: str) -> None:
         _ = parts.port
     except ValueError:
         raise ConfigError(
-            f"{origin}: the address {without_password(address)!r} has no port from 0 to 65535; write one, such as redis://localhost:6379/0."
+            f"{origin}: the address {without_password(address)!r} has no port from 0 to 65535; write one, such as "
+            "redis://localhost:6379/0."
         ) from None
 
 

@@ -113,15 +113,15 @@ def _exit_on_signals(servers: Sequence[Server]) -> Iterator[None]:
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nobody else handles Ctrl-C
         numbers.append(signal.SIGINT)
-    waits = [signal.SIGTERM]
+    is_asked = False
 
     def leave(number: int, _: object) -> None:
-        if number in waits and any(server.is_finishing for server in servers):
-            waits.remove(
-                signal.SIGTERM
-            )  # launchers ask at the end of a job; the sink lacks rows that nobody trains again
-            return
-        sys.exit(128 + number)
+        nonlocal is_asked
+        # Launchers ask at the end of a job, when a sink may lack rows that nobody trains again.
+        goes_on = number == signal.SIGTERM and not is_asked and any(server.is_finishing for server in servers)
+        is_asked = True
+        if not goes_on:
+            sys.exit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
