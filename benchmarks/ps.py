@@ -21,7 +21,8 @@ share where these processes fill all processors, and other work on the machine d
 
 Script: the same model as FleetX's users write it, ``nn.Embedding(1000001, 10, sparse=True)`` in a plain loop, two jobs
 one after the other in each mode. Samples per second and processor time per step are those of one worker, the mean of
-both, and plain torch is one process alone.
+both, and plain torch is one process alone. Beside sync: two processes that exchange the dense gradients of each step
+through one memory and do nothing else, which is the most that a sync mode can reach on the machine at that moment.
 """
 
 from __future__ import annotations
@@ -204,6 +205,24 @@ def script_rows(mode: str, batches: list[int], rounds: int, seconds: float, data
     return cells
 
 
+def bare_rows(batches: list[int], rounds: int) -> list[list[str]]:
+    """Returns the rows of an exchange of the script's dense gradients without a server: no sync mode can be faster."""
+    cells = []
+    for found in part_json("_ps_bare.py", *map(str, batches), str(3 * rounds)):
+        share = spread(ratios(found["bare"], found["plain"]), 2)
+        cells.append(
+            [
+                f"bare exchange of dense gradients, batch {found['size']}",
+                spread(found["bare"], 0) + " samples/s",
+                f"plain torch {spread(found['plain'], 0)}",
+                share,
+                "-",
+                "-",
+            ]
+        )
+    return cells
+
+
 def job(script: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one server and two workers of a script of this folder; returns what the workers wrote."""
     with tempfile.TemporaryDirectory() as folder:
@@ -272,8 +291,11 @@ def main() -> None:
         cells += training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
         print(f"{mode}: done, load {os.getloadavg()[0]:.1f}", flush=True)
     for mode in args.modes if args.only in (None, "script") else ():
+        sizes = [size for size in args.batches if size < 1000]
+        if mode == "sync":
+            cells += bare_rows(sizes, blocks)
         if mode != "merged":  # is no setting that the script has
-            cells += script_rows(mode, [size for size in args.batches if size < 1000], blocks, seconds, args.data)
+            cells += script_rows(mode, sizes, blocks, seconds, args.data)
     print(markdown(HEADER, cells))
 
 

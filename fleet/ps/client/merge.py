@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.ps.client.shards import Gradient
-from fleet.ps.table.ids import UniqueKeys, sum_rows
+from fleet.ps.table.ids import sum_by_key
 
 __all__ = ["merge_gradients", "sum_by_id", "with_distinct_ids"]
 
@@ -86,8 +86,7 @@ def with_distinct_ids(gradients: Sequence[Gradient]) -> Gradient:
         every, rows = gradients[0].ids, gradients[0].rows
     else:
         every, rows = np.concatenate([one.ids for one in gradients]), np.concatenate([one.rows for one in gradients])
-    ids, inverse = UniqueKeys()(every)
-    return Gradient(ids, sum_rows(rows, inverse, len(ids)))
+    return Gradient(*sum_by_key(every, rows)[:2])
 
 
 def _or_constant(values: Rows | None, n: int, constant: float) -> Rows:

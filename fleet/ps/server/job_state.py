@@ -95,7 +95,7 @@ class Worker:
 
     def channel(self, number: int) -> Channel:
         """Returns the channel with this number."""
-        return self.channels.setdefault(number, Channel())
+        return self.channels.get(number) or self.channels.setdefault(number, Channel())
 
 
 @dataclass(slots=True)

@@ -46,9 +46,10 @@ class _KeySet:
 
     def sorted(self) -> Keys:
         if self._loose or len(self._arrays) > 1:
-            keys = np.sort(np.concatenate(self._arrays))  # np.unique takes four times as long for the ids of a step
+            keys = np.concatenate(self._arrays)
+            keys.sort()  # np.unique takes four times as long for the ids of a step
             repeated = keys[1:] == keys[:-1]
-            self._arrays = [np.delete(keys, np.flatnonzero(repeated)) if repeated.any() else keys]
+            self._arrays = [np.delete(keys, np.flatnonzero(repeated)) if np.count_nonzero(repeated) else keys]
         self._merged, self._loose = (len(self._arrays[0]) if self._arrays else 0), 0
         return self._arrays[0] if self._arrays else np.empty(0, np.int64)
 

@@ -43,7 +43,7 @@ class LateAnswer:
 
     def is_over(self, timeout_s: float = 0.0) -> bool:
         """Returns whether the answer is sent, or not wanted any longer, within a time."""
-        return self._over.wait(timeout_s)
+        return self._over.wait(timeout_s) if timeout_s else self._over.is_set()
 
     def send(self) -> None:
         """Sends the answer, unless it is over."""

@@ -251,7 +251,7 @@ class Operations:
         left = [key for key in sorted(peer.mapped) if not self._dense(key).is_read_by(peer.reader)]
         peer.mapped.difference_update(left)
         dense = dense + [TablePart(key, self._dense(key).table.config.size, 1) for key in left]
-        reached, answers = self._rows(peer, worker, header, dense, beat)
+        reached, answers = self._rows(peer, worker, header, dense, beat) if dense else (self._reached, [])
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
         answers += rows_after_push(self.state, worker.rank, peer.client_id, header.seq, room)
         answer = self._rows_answer(answers, header)
@@ -278,7 +278,7 @@ class Operations:
                 f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
             )
         self._wait_until_fresh(worker, header, beat)
-        reached = None if self._config.staleness is None else self._job.min_clock() or 0
+        reached = self._reached
         answers = []
         create = not header.flags & MessageFlag.NO_CREATE
         for part, table, rows in zip(parts, tables, peer.rows(shapes), strict=True):
@@ -286,6 +286,11 @@ class Operations:
             self.state.counts["pulled"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
         return reached, answers
+
+    @property
+    def _reached(self) -> int | None:
+        """The step that every worker has reached, where staleness is bounded."""
+        return None if self._config.staleness is None else self._job.min_clock() or 0
 
     @staticmethod
     def _rows_answer(answers: list[TablePart], header: Header) -> Answer:

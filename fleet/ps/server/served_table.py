@@ -22,7 +22,7 @@ from fleet.ps.server.job_state import Refused
 from fleet.ps.server.offered_row import OfferedRow, TableReader
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.ids import UniqueKeys, sum_rows
+from fleet.ps.table.ids import sum_by_key
 from fleet.ps.table.kernels.numba_cache import naming_the_cause
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
@@ -113,11 +113,10 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
     if first.ids is None:
         every = [part.rows.reshape(-1) for part in parts if part.rows is not None]
         return MeanPart(first.table_id, first.n, 1, gradients=every, divisor=divisor)
-    keys, inverse = UniqueKeys()(np.concatenate([part.ids for part in parts if part.ids is not None]))
-    rows = sum_rows(np.concatenate([part.rows for part in parts if part.rows is not None]), inverse, len(keys))
+    ids = np.concatenate([part.ids for part in parts if part.ids is not None])
+    keys, rows, inverse = sum_by_key(ids, np.concatenate([part.rows for part in parts if part.rows is not None]))
     with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
-    shows = np.zeros(len(keys), np.float32)
-    clicks = np.zeros(len(keys), np.float32)
+    shows, clicks = np.zeros((2, len(keys) if with_shows else 0), np.float32)
     slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
     start = 0
     for part in parts if with_shows or slots is not None else ():

@@ -31,7 +31,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -138,17 +138,18 @@ class ServerState:
     @contextmanager
     def _held(self, table_ids: Sequence[int]) -> Iterator[None]:
         tables = [self.tables[table_id] for table_id in sorted(table_ids)]
-        if len(tables) == 1 and not self.journal.level:
-            with tables[0].gate.shared():
-                yield
-            return
-        with ExitStack() as stack:
-            if self.journal.level:
-                for table in tables:
-                    stack.enter_context(table.order)
-            for table in tables:
-                stack.enter_context(table.gate.shared())
+        held: list[AbstractContextManager[Any]] = []
+        try:
+            for one in [table.order for table in tables] if self.journal.level else ():
+                one.__enter__()
+                held.append(one)
+            for side in [table.gate.shared() for table in tables]:
+                side.__enter__()
+                held.append(side)
             yield
+        finally:
+            for each in reversed(held):
+                each.__exit__(None, None, None)
 
     def offer(self, reader: TableReader, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Lets ``reader`` read dense tables where they lie, and no others; returns where that is.

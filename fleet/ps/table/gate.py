@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 
 
 class Gate:
@@ -25,21 +26,23 @@ class Gate:
         self._closed = False
         # Shared holders that wait for the end of the current turn, and those whose turn it is.
         self._blocked = self._owed = self._turn = 0
+        self._shared = _SharedSide(self)
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Holds the gate together with other ``shared`` holders."""
+        return self._shared
+
+    def _share(self) -> None:
         with self._changed:
             if self._closed or self._exclusive_waiting:
                 self._wait_for_turn()
             self._sharing += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._sharing -= 1
-                if not self._sharing:
-                    self._changed.notify_all()
+
+    def _share_no_longer(self) -> None:
+        with self._changed:
+            self._sharing -= 1
+            if not self._sharing and self._exclusive_waiting:
+                self._changed.notify_all()
 
     def _wait_for_turn(self) -> None:
         turn = self._turn
@@ -77,3 +80,18 @@ class Gate:
         self._owed += self._blocked
         self._blocked = 0
         self._changed.notify_all()
+
+
+class _SharedSide(AbstractContextManager[None]):
+    """One side of a gate; every push passes it, so it is no generator."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        self._gate._share()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate._share_no_longer()

@@ -87,6 +87,20 @@ class KeyPlaces:
         insert_places(_address(new), len(new), first, _address(self._entries), self._bits)
 
 
+def sum_by_key(keys: Int64s, gradients: Float32s) -> tuple[Int64s, Float32s, Int32s]:
+    """Returns the distinct keys in order of first appearance, the sums of their rows, and each key's place.
+
+    Args:
+        keys: int64 [n].
+        gradients: float32 [n, dim].
+    """
+    distinct, inverse = UniqueKeys()(keys)
+    _check_array("gradients", gradients, np.float32, 2)
+    if len(gradients) != len(keys):
+        raise ConfigError(f"{len(gradients)} rows of gradients for {len(keys)} keys; each key takes one.")
+    return distinct, _sums(gradients, inverse, len(distinct)), inverse
+
+
 def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     """Returns the sum of the gradient rows of each distinct key, float32 [num_unique, dim].
 
@@ -97,8 +111,11 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     """
     _check_array("gradients", gradients, np.float32, 2)
     _check_inverse(inverse, len(gradients), num_unique)
+    return _sums(gradients, np.ascontiguousarray(inverse), num_unique)
+
+
+def _sums(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     gradients = np.ascontiguousarray(gradients)
-    inverse = np.ascontiguousarray(inverse)
     num_rows, dim = gradients.shape
     out = np.empty((num_unique, dim), np.float32)
     merge_rows = load_kernels("id_kernels").merge_rows

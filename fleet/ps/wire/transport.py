@@ -373,9 +373,10 @@ def _has_byte(sock: socket.socket, limit_s: float) -> bool:
 
 def _comes_spinning(sock: socket.socket, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
+    look = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
     while time.monotonic() < end:
         try:
-            sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            sock.recv(1, look)
             return True
         except BlockingIOError:
             os.sched_yield()

@@ -17,6 +17,8 @@ from fleet.ps.table.dense_table import DenseTableConfig
 
 __all__ = ["DensePart", "GroupPlace", "is_plain"]
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class GroupPlace:
@@ -117,9 +119,10 @@ def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:
     if out is None:
         out = np.empty(sum(map(len, parts)), np.float32)
     whole = torch.from_numpy(out)
-    if all(part.device.type == "cpu" for part in parts):
+    devices = {part.device for part in parts}
+    if devices <= {_HOST}:
         torch.cat(parts, out=whole)
-    elif len({part.device for part in parts}) == 1:
+    elif len(devices) == 1:
         whole.copy_(torch.cat(parts))  # one way to the host for all
     else:
         for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):

@@ -280,7 +280,10 @@ class AsyncSender:
 
     def _rests(self) -> bool:
         now = time.monotonic()
-        return any(until > now and not self._full(self._mine[index]) for index, until in enumerate(self._resting_until))
+        for queues, until in zip(self._mine, self._resting_until, strict=True):
+            if until > now and not self._full(queues):
+                return True
+        return False
 
     def _waits(self) -> bool:
         return any(self._queues.values()) or any(self._busy)
