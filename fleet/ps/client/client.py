@@ -33,7 +33,7 @@ from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.client.link import Link
 from fleet.ps.client.request import Request
-from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, rows_of_answer
+from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, body_of_specs, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
@@ -263,7 +263,7 @@ class Client:
         maps = {key: TableMap(key, config, count, routing) for key, config in configs.items()}
         requests = []
         for link in self._links:
-            body = control_body({"tables": {str(key): table.spec(link.index) for key, table in maps.items()}})
+            body = body_of_specs({str(key): table.spec(link.index) for key, table in maps.items()})
             requests.append((link, link.submit(Request(Op.CREATE, [body]))))
         self.wait(Ticket(requests))
         self.tables.update(maps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,10 +16,10 @@ from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, decode_parts
+from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, control_body, decode_parts
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["Gradient", "TableMap", "Take", "Target", "rows_of_answer"]
+__all__ = ["Gradient", "TableMap", "Take", "Target", "body_of_specs", "rows_of_answer"]
 
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
@@ -191,6 +192,18 @@ class TableMap:
             own = np.ascontiguousarray(ids[places])
             parts.append(TablePart(self.table_id, len(own), self.push_dim, own, **picked))  # type: ignore[arg-type]
         return parts
+
+
+def body_of_specs(specs: Mapping[str, dict[str, Any]]) -> bytes:
+    """Returns the message that creates tables; many thousand parameters go without their names, or shapes too."""
+    for left_out in ((), ("names",)):
+        with suppress(MessageError):
+            return control_body({"tables": {key: _without(spec, left_out) for key, spec in specs.items()}})
+    return control_body({"tables": {key: _without(spec, ("names", "shapes")) for key, spec in specs.items()}})
+
+
+def _without(spec: dict[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if name not in left_out}
 
 
 def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[TablePart]:

@@ -160,7 +160,15 @@ def _problem(part: Manifest, path: Path) -> str:
     own = [part.config[key] for key in ("start", "total", "crc32")] if part.kind == "dense" else []
     if any(type(number) is not int or number < 0 for number in own) or (own and 4 * part.rows > part.num_bytes):
         return "a number is out of range"
+    if part.kind == "dense" and not _are_shapes(part.config.get("shapes", [])):
+        return "a value has the wrong type"
     return ""
+
+
+def _are_shapes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(shape, list) and all(type(dim) is int and dim >= 0 for dim in shape) for shape in value
+    )
 
 
 def read_parts(folder: Path) -> list[Manifest]:

@@ -50,6 +50,7 @@ from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.layout import Float32s, SparseTableConfig
 from fleet.ps.table.rows import RowBlock, join_blocks
 from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.table.table_spec import difference_of_shapes
 
 SAVE_MODES = {0: "all", 1: "delta", 2: "base", 3: "batch model"}
 _GROUP_BITS, _ROWS_PER_LOT = 6, 1 << 17
@@ -297,6 +298,7 @@ def save_dense(
         "start": start,
         "crc32": zlib.crc32(data),
         "total": table.config.size if total is None else total,
+        **({} if table.config.shapes is None else {"shapes": table.config.shapes}),
     }
     _publish_part(folder, Manifest("dense", config, server, num_servers, save_id, 0, path.name, len(data), len(values)))
     return Saved(len(values), len(data), path)
@@ -308,7 +310,8 @@ def load_dense(table: DenseTable, dirname: str | Path, *, start: int = 0, total:
     Step counts of several servers become the largest one.
 
     Raises:
-        CheckpointError: a file is absent, damaged, or does not hold these elements; the table is unchanged.
+        CheckpointError: a file is absent, damaged, or does not hold these elements, or the parameters of the save have
+            other shapes where both are known; the table is unchanged.
     """
     table.set_state(*read_dense(table.config, dirname, start=start, total=total))
 
@@ -329,11 +332,7 @@ def read_dense(
     values = np.zeros((1 + per_dim, size), np.float32)
     state = np.zeros(len(rule.spec.per_row), np.float32)
     for part in read_parts(folder):
-        if part.kind != "dense" or part.config["rule"] != rule.name or part.config["total"] != total:
-            raise CheckpointError(
-                f"{manifest_path(folder, part.server)}: a {part.kind} table of {part.config.get('total')} elements "
-                f"under rule {part.config.get('rule')!r}; {config.name!r} has {total} under {rule.name!r}."
-            )
+        _check_fits_dense(manifest_path(folder, part.server), config, part, total)
         saved, extra = _dense_of(folder, part, per_dim, len(state))
         first = max(start, part.config["start"])
         last = min(start + size, part.config["start"] + part.rows)
@@ -342,6 +341,21 @@ def read_dense(
             values[:, first - start : last - start] = saved[:, first - origin : last - origin]
         state = np.maximum(state, extra)
     return values[0].copy(), np.concatenate((values[1:].reshape(-1), state))
+
+
+def _check_fits_dense(path: Path, config: DenseTableConfig, part: Manifest, total: int) -> None:
+    difference = difference_of_shapes(part.config.get("shapes"), config.shapes, config.names)
+    if part.kind != "dense" or part.config["rule"] != config.rule.name or part.config["total"] != total:
+        first = f" First of all, {difference}." if difference else ""
+        raise CheckpointError(
+            f"{path}: a {part.kind} table of {part.config.get('total')} elements under rule "
+            f"{part.config.get('rule')!r}; {config.name!r} has {total} under {config.rule.name!r}.{first}"
+        )
+    if difference:
+        raise CheckpointError(
+            f"{path}: saved from a model whose parameters have other shapes: of {config.name!r}, {difference}. Load a "
+            "save of this model, or build the model that was saved."
+        )
 
 
 def _dense_of(folder: Path, part: Manifest, per_dim: int, per_row: int) -> tuple[Float32s, Float32s]:

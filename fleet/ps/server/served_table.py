@@ -156,6 +156,9 @@ class ServedTable(Protocol):
     learning_rate: float | None  # the rate it was set to; None while the configuration's applies
     keeps_shows: bool
 
+    def learn(self, spec: Mapping[str, Any]) -> None:
+        """Takes the shapes of dense parameters from a specification that is the table's own otherwise."""
+
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
 
@@ -258,6 +261,10 @@ class ServedSparse:
         """Deletes the rows of ``part.ids``."""
         assert part.ids is not None
         self.evicted += self.table.erase(part.ids)
+
+    def learn(self, spec: Mapping[str, Any]) -> None:
+        """Not possible for rows, which have no shapes but their dimension."""
+        raise AssertionError("the request was checked")
 
     def set_values(self, part: TablePart) -> None:
         """Not possible for rows: only loading sets them."""
@@ -366,6 +373,12 @@ class ServedDense:
         """Adds deltas."""
         assert part.rows is not None
         self.table.add(part.rows.reshape(-1))
+
+    def learn(self, spec: Mapping[str, Any]) -> None:
+        """Takes the shapes of the parameters from a specification that is the table's own otherwise."""
+        config = config_of_spec(spec)
+        assert isinstance(config, DenseTableConfig)
+        self.table.config = config
 
     def victims(self) -> NDArray[np.int64]:
         """Returns none: a dense table has a fixed size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,19 +28,36 @@ D2SUM_VELOCITY, D2SUM_SQUARES, D2SUM_EPSILON = 0.99, 0.9999, 1e-8
 class DenseTableConfig:
     """One dense table: ``size`` elements on this server under ``rule``.
 
+    ``shapes`` are those of the parameters that the elements of all servers together are, in this order: a save of
+    others is refused. ``None``: they are not known, and saves are told apart by their number of elements. ``names`` are
+    how messages call these parameters; "" for one without a name.
+
     Raises:
-        ConfigError: a negative size, or a rule that is for sparse tables only.
+        ConfigError: a negative size, a rule that is for sparse tables only, or shapes of fewer elements.
     """
 
     name: str
     size: int
     rule: Rule = field(default_factory=lambda: Rule("sgd"))
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 0:
             raise ConfigError(f"dense table {self.name!r}: size is {self.size!r}; it takes an integer, 0 or more.")
         if not self.rule.spec.dense:
             raise ConfigError(f"dense table {self.name!r}: rule {self.rule.name!r} is for sparse tables only.")
+        if self.shapes is not None:
+            self._check_shapes(self.shapes)
+
+    def _check_shapes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        if not all(type(dim) is int and dim >= 0 for shape in shapes for dim in shape):
+            raise ConfigError(f"dense table {self.name!r}: a shape is a tuple of integers, 0 or more.")
+        if (total := sum(map(math.prod, shapes))) < self.size:
+            raise ConfigError(
+                f"dense table {self.name!r}: parameters of {total} elements, and the table has {self.size} here. Give "
+                "the shapes of all its parameters, or none."
+            )
 
     @property
     def adds_up(self) -> bool:

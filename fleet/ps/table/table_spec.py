@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from fleet.errors import ConfigError
@@ -14,13 +15,17 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import RULES, Rule
 
-__all__ = ["config_of_spec", "difference_of_specs", "spec_of_config"]
+__all__ = ["adds_shapes", "config_of_spec", "difference_of_shapes", "difference_of_specs", "spec_of_config"]
+
+Shapes = Sequence[Sequence[int]]
+_LONGEST = 200  # characters of a shape in a message
 
 
 def spec_of_config(config: SparseTableConfig | DenseTableConfig) -> dict[str, Any]:
     """Returns ``config`` as JSON values; :func:`config_of_spec` makes an equal configuration of it."""
     if isinstance(config, DenseTableConfig):
-        return {"kind": "dense", "name": config.name, "size": config.size, "rule": _rule_spec(config.rule)}
+        spec = {"kind": "dense", "name": config.name, "size": config.size, "rule": _rule_spec(config.rule)}
+        return spec if config.shapes is None else {**spec, "shapes": list(config.shapes), "names": list(config.names)}
     fields = dict(config.as_dict())
     return {
         **fields,
@@ -39,7 +44,9 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
     try:
         rule = _rule(spec["rule"])
         if spec["kind"] == "dense":
-            return DenseTableConfig(spec["name"], spec["size"], rule)
+            shapes = spec.get("shapes")  # specifications of earlier versions have none
+            shapes = None if shapes is None else tuple(map(tuple, shapes))
+            return DenseTableConfig(spec["name"], spec["size"], rule, shapes, tuple(spec.get("names", ())))
         if spec["kind"] != "sparse":
             raise ConfigError(f"a table of kind {spec['kind']!r}; kinds are 'sparse' and 'dense'.")
         accessor = spec["accessor"]
@@ -59,15 +66,55 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
         raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None
 
 
+def adds_shapes(table_id: int, known: Mapping[str, Any], spec: Mapping[str, Any]) -> bool:
+    """Returns whether ``spec`` has shapes that ``known``, of an earlier version, lacks; all else is the same.
+
+    Raises:
+        ConfigError: they describe different tables, or ``spec`` cannot be read.
+    """
+    config_of_spec(spec)
+    if difference := difference_of_specs(known, spec):
+        raise ConfigError(
+            f"table {table_id} exists with another specification: {difference}. All workers must build the same model. "
+            "To change it, restart the servers; with FLEET_PS_FOLDER, save, start them with an empty folder, and load "
+            "the save."
+        )
+    return spec.get("shapes") is not None and known.get("shapes") is None
+
+
 def difference_of_specs(known: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Returns what two specifications of a table disagree about, as text.
+    """Returns what two specifications of a table disagree about, as text; "" for nothing.
+
+    Shapes that one of them does not know, and the names of parameters, are not compared.
 
     Example:
         >>> difference_of_specs({"size": 4}, {"size": 5})
         'size is 4 there and 5 here'
     """
-    names = sorted(name for name in {*known, *spec} if known.get(name) != spec.get(name))
-    return ", ".join(f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in names)
+    fields = sorted(name for name in {*known, *spec} - {"shapes", "names"} if known.get(name) != spec.get(name))
+    found = [f"{name} is {known.get(name)!r} there and {spec.get(name)!r} here" for name in fields]
+    other = difference_of_shapes(known.get("shapes"), spec.get("shapes"), spec.get("names", ()))
+    return ", ".join([*found, other] if other else found)
+
+
+def difference_of_shapes(there: Shapes | None, here: Shapes | None, names: Sequence[str] = ()) -> str:
+    """Returns the first parameter whose shape differs, as text; "" where all are equal or one side knows none.
+
+    Example:
+        >>> difference_of_shapes([[6, 4], [6]], [[4, 6], [4]], ["fc.weight", "fc.bias"])
+        "parameter 0 ('fc.weight') is [6, 4] there and [4, 6] here"
+    """
+    if there is None or here is None:
+        return ""
+    for number, (known, own) in enumerate(zip_longest(there, here)):
+        if known is None or own is None or list(known) != list(own):
+            name = f" ({names[number]!r})" if number < len(names) and names[number] else ""
+            return f"parameter {number}{name} is {_shown(known)} there and {_shown(own)} here"
+    return ""
+
+
+def _shown(shape: Sequence[int] | None) -> str:
+    return "absent" if shape is None else f"{list(shape)}"[:_LONGEST]
 
 
 def _rule_spec(rule: Rule) -> dict[str, Any]:

@@ -244,14 +244,22 @@ def plan_tables(
         if not parameters:
             continue
         _check_parameters(parameters)
-        size = sum(p.numel() for p in parameters)
         rule = Rule("sum") if dense_here else _dense_rule(optimizer, group, geo, adam_d2sum)
-        config = DenseTableConfig(f"{FLAT}.{number}", size, rule)
         table_id = len(plan.sparse) + len(plan.dense)
         place = GroupPlace(optimizer, number)
-        known = [names.get(id(p), f"parameter {at} of group {number}") for at, p in enumerate(parameters)]
-        plan.dense.append(DensePart(table_id, config, parameters, place, not (dense_here or geo), known))
+        known = [names.get(id(p), "") for p in parameters]
+        plan.dense.append(_dense_part(table_id, parameters, known, rule, place, not (dense_here or geo)))
     return plan
+
+
+def _dense_part(
+    table_id: int, parameters: list[nn.Parameter], names: list[str], rule: Rule, place: GroupPlace, follows: bool
+) -> DensePart:
+    shapes = tuple(tuple(p.shape) for p in parameters)
+    size = sum(p.numel() for p in parameters)
+    config = DenseTableConfig(f"{FLAT}.{place.number}", size, rule, shapes, tuple(names))
+    shown = [name or f"parameter {at} of group {place.number}" for at, name in enumerate(names)]
+    return DensePart(table_id, config, parameters, place, follows, shown)
 
 
 def _hyper_parameters(place: GroupPlace) -> dict[str, Any]:

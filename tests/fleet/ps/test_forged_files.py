@@ -169,14 +169,20 @@ def test_wrong_values(name: str, tmp_path: Path) -> None:
 
 
 def test_wrong_values_of_a_dense_part(tmp_path: Path) -> None:
-    config = DenseTableConfig("mlp", 6, Rule("sgd"))
+    config = DenseTableConfig("mlp", 6, Rule("sgd"), ((2, 3),))
     save_dense(DenseTable(config), tmp_path)
     manifest = tmp_path / "mlp" / "part-000.json"
     good = dataclasses.asdict(read_manifest(manifest))
-    for changes in ({"rows": 2**40}, {"config": good["config"] | {"start": -1}}, {"config": {"rule": "sgd"}}):
-        forge(manifest, **{**good, **changes})
-        with pytest.raises(CheckpointError, match=r"out of range|not a manifest \('start'\)"):
+    changes = [{"rows": 2**40}, {"config": good["config"] | {"start": -1}}, {"config": {"rule": "sgd"}}]
+    changes += [{"config": good["config"] | {"shapes": shapes}} for shapes in (None, 6, [6], [["6"]], [[-6]], [[6.0]])]
+    for change in changes:
+        forge(manifest, **{**good, **change})
+        with pytest.raises(CheckpointError, match=r"out of range|not a manifest \('start'\)|the wrong type"):
             load_dense(DenseTable(config), tmp_path)
+    forge(manifest, **{**good, "config": good["config"] | {"shapes": [[10**4000] * 9]}})
+    with pytest.raises(CheckpointError, match=r"is \[1000+ there and") as caught:
+        load_dense(DenseTable(config), tmp_path)
+    assert len(str(caught.value)) < 1000 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' + "1" * 5000 + "}", "7", '{"format": 1}', "\xff"])

@@ -7,11 +7,11 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Ticket, fill
-from fleet.ps.client.shards import Gradient, TableMap
+from fleet.ps.client.shards import Gradient, TableMap, body_of_specs
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.partition import servers_of_keys
-from fleet.ps.wire.messages import Header, MessageError, MessageFlag, Op, TablePart, encode_parts
+from fleet.ps.wire.messages import Header, MessageError, MessageFlag, Op, TablePart, decode_control, encode_parts
 from tests.fleet.ps.service import ids
 
 
@@ -42,6 +42,17 @@ def test_dense_values_are_cut_into_blocks():
         table.check_values(values[:6])
     with pytest.raises(ConfigError, match="dense"):
         table.check_ids(ids(1))
+
+
+def test_the_message_that_creates_tables_has_a_limit(monkeypatch):
+    """Names of parameters are left out first, then their shapes: a server can do without."""
+    table = TableMap(0, DenseTableConfig("a", 7, shapes=((2, 3), (1,)), names=("weight" * 9, "bias")), 2)
+    specs = {"0": table.spec(1)}
+    assert specs["0"]["shapes"] == [(2, 3), (1,)]
+    for limit, left_out in ((400, []), (200, ["names"]), (130, ["names", "shapes"])):
+        monkeypatch.setattr("fleet.ps.wire.messages.MAX_CONTROL_BYTES", limit)
+        found = decode_control(body_of_specs(specs))["tables"]["0"]
+        assert sorted(specs["0"].keys() - found.keys()) == left_out
 
 
 def answer(parts):

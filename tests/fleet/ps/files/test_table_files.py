@@ -342,6 +342,35 @@ def test_dense_on_another_number_of_servers(rule: str, tmp_path: Path) -> None:
         load_dense(after[0][1], tmp_path, total=size)
 
 
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_a_dense_save_of_parameters_of_other_shapes_is_refused(num_servers: int, tmp_path: Path) -> None:
+    """The same number of elements; where one side does not know its shapes, as before there were any, it is loaded."""
+    shapes, names = ((6, 4), (4,), (2,)), ("fc.weight", "", "out.bias")
+    whole = DenseTableConfig("mlp", 30, Rule("sgd"), shapes, names)
+    for server, (start, stop) in enumerate(plan_dense_blocks(30, num_servers)):
+        table = DenseTable(replace(whole, size=stop - start))
+        table.set_values(np.arange(start, stop, dtype=np.float32))
+        save_dense(table, tmp_path / "new", start=start, total=30, server=server, num_servers=num_servers)
+        table.config = replace(table.config, shapes=None)
+        save_dense(table, tmp_path / "old", start=start, total=30, server=server, num_servers=num_servers)
+    for folder, known in (("new", shapes), ("new", None), ("old", shapes), ("old", ((4, 6), (6,)))):
+        table = DenseTable(replace(whole, shapes=known))
+        load_dense(table, tmp_path / folder)
+        assert table.pull().tolist() == list(range(30))
+    for others, first in (
+        (((4, 6), (4,), (2,)), r"parameter 0 \('fc.weight'\) is \[6, 4\] there and \[4, 6\] here"),
+        (((6, 4), (1, 4), (2,)), r"of 'mlp', parameter 1 is \[4\] there and \[1, 4\] here"),
+        (((6, 4), (4,), (1,), (1,)), r"parameter 2 \('out.bias'\) is \[2\] there and \[1\] here"),
+        (((6, 4), (4,)), r"parameter 2 \('out.bias'\) is \[2\] there and absent here"),
+        (((6, 4), (4,), (2,), ()), r"parameter 3 is absent there and \[\] here"),
+    ):
+        size = min(30, sum(int(np.prod(shape)) for shape in others))
+        table = DenseTable(replace(whole, size=size, shapes=others))
+        with pytest.raises(CheckpointError, match=rf"mlp/part-000.json.*{first}\."):
+            load_dense(table, tmp_path / "new")
+        assert not table.is_set
+
+
 def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path):
     """PS design 3: a full disk refuses the end of the buffer once more when the file is closed."""
     with pytest.raises(OSError), open(os.devnull, "rb") as unwritable, temporary_file(tmp_path / "x.rows") as file:  # noqa: PT011, PT012

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.client.client import NothingLoaded
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.link import Link
 from fleet.ps.client.request import Request
@@ -16,9 +18,10 @@ from fleet.ps.server.journal import Journal
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
+from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
-from tests.fleet.ps.service import SPARSE, gradient, ids, in_threads, make_table, rows, serving, until
+from tests.fleet.ps.service import DENSE, SPARSE, gradient, ids, in_threads, make_table, rows, serving, until
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,51 @@ def test_a_table_with_another_specification_is_refused_and_none_of_the_call_is_m
     with pytest.raises(Refused, match="seed is 0 there and 9 here"):
         state.create_tables({3: spec, 0: {**spec, "seed": 9}})
     assert sorted(state.tables) == [0]
+
+
+def shaped(*shapes, **fields):
+    names = tuple("abc"[: len(shapes)])
+    return {**spec_of_config(DenseTableConfig("mlp", 6, shapes=shapes, names=names)), **fields}
+
+
+def test_a_worker_whose_parameters_have_other_shapes_is_refused():
+    """The number of elements is the same; so are the tables of workers that do not say their shapes."""
+    state = state_of()
+    state.create_tables({1: shaped((2, 2), (2,))})
+    state.create_tables({1: shaped((2, 2), (2,), names=["other", "names"])})
+    state.create_tables({1: {key: shaped((6,))[key] for key in ("kind", "name", "size", "rule")}})
+    with pytest.raises(
+        Refused, match=r"table 1 .*: parameter 1 \('b'\) is \[2\] there and \[2, 1\] here\. All workers"
+    ):
+        state.create_tables({1: shaped((2, 2), (2, 1)), 2: spec_of_config(SPARSE)})
+    with pytest.raises(Refused, match="cannot be read"):
+        state.create_tables({1: shaped((6,), shapes=7)})
+    assert sorted(state.tables) == [0, 1]
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_table_that_an_earlier_version_kept_learns_its_shapes(tmp_path, snapshot):
+    """Its journal and its snapshots have none: the first worker says them, and is not refused with another table."""
+    dense, folder = replace(DENSE, shapes=((2, 2), (1,))), str(tmp_path / "save")
+    with serving(folder=tmp_path / "s", num_workers=2) as service:
+        client = service.client()
+        client.wait(client.push({1: np.arange(5, dtype=np.float32)}))
+        if snapshot:
+            client.snapshot()
+        service.servers[0].stop()
+        service.start(0)
+        one, two = (service.client(rank, tables={}) for rank in range(2))
+        with pytest.raises(PSError, match="dim is 2 there"):
+            one.create_tables({1: replace(DENSE, shapes=((5,),)), 0: replace(SPARSE, dim=3)})
+        one.create_tables({0: SPARSE, 1: dense})
+        with pytest.raises(PSError, match=r"parameter 0 is \[2, 2\] there and \[4\] here"):
+            two.create_tables({0: SPARSE, 1: replace(DENSE, shapes=((4,), (1,)))})
+        two.create_tables({0: SPARSE, 1: dense})
+        assert two.wait(two.pull({1: None}))[1].tolist() == [0, -1, -2, -3, -4]
+        one.save(folder)
+        one.load(folder)
+    with serving() as service, pytest.raises(NothingLoaded, match=r"parameter 1 is \[1\] there and \[\] here"):
+        service.client(tables={0: SPARSE, 1: replace(DENSE, shapes=((2, 2), ()))}).load(folder)
 
 
 def test_a_link_refuses_a_message_that_is_too_large():

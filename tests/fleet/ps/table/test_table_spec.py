@@ -13,7 +13,7 @@ from fleet.ps.table.entry import CountFilterEntry, ProbabilityEntry, ShowClickEn
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from fleet.ps.table.table_spec import config_of_spec, spec_of_config
+from fleet.ps.table.table_spec import config_of_spec, difference_of_specs, spec_of_config
 
 CONFIGS = [
     SparseTableConfig("a", 8),
@@ -31,12 +31,16 @@ CONFIGS = [
     SparseTableConfig("e", 2, accessor=Accessor(), entry=ShowClickEntry("s", "c")),
     DenseTableConfig("f", 17, Rule("adam_d2sum")),
     DenseTableConfig("g", 0),
+    DenseTableConfig("h", 3, shapes=((2, 4), (), (5,)), names=("w", "", "b")),
+    DenseTableConfig("i", 0, shapes=()),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_a_configuration_comes_back_equal(config):
-    assert config_of_spec(json.loads(json.dumps(spec_of_config(config), allow_nan=False))) == config
+    found = config_of_spec(json.loads(json.dumps(spec_of_config(config), allow_nan=False)))
+    assert found == config
+    assert isinstance(config, SparseTableConfig) or found.names == config.names
 
 
 @pytest.mark.parametrize(
@@ -61,3 +65,18 @@ def test_a_wrong_field_is_refused(change):
         config_of_spec({**spec_of_config(CONFIGS[0]), **change})
     with pytest.raises(ConfigError):
         config_of_spec({})
+
+
+@pytest.mark.parametrize("shapes", [5, [5], [["a"]], [[2.0]], [[-1]], [[True]], "a", [[2], [[1]]], [[2]]])
+def test_wrong_shapes_are_refused(shapes):
+    with pytest.raises(ConfigError, match="cannot be read|a shape is|parameters of 2 elements, and the table has 17"):
+        config_of_spec({**spec_of_config(CONFIGS[5]), "shapes": shapes})
+
+
+def test_shapes_are_compared_where_both_are_known_and_names_are_not():
+    first = spec_of_config(DenseTableConfig("f", 6, shapes=((2, 3),), names=("w",)))
+    assert not difference_of_specs(first, {**first, "names": ["v"]})
+    assert not difference_of_specs(first, {key: first[key] for key in ("kind", "name", "size", "rule")})
+    assert difference_of_specs({**first, "shapes": [[6]]}, first) == "parameter 0 ('w') is [6] there and [2, 3] here"
+    both = difference_of_specs({**first, "size": 7, "shapes": [[7]]}, first)
+    assert both == "size is 7 there and 6 here, parameter 0 ('w') is [7] there and [2, 3] here"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fleet.errors import CheckpointError, PSError
 from fleet.facade import Fleet
@@ -83,6 +85,44 @@ def test_a_refused_load_is_as_if_it_had_not_been_called(table: str, server: int,
     assert other[0][0] == other[1][0] != ""
     for rank in range(2):
         assert all(same(one, two) for one, two in zip(plain[rank][1], other[rank][1], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo"])
+def test_a_save_of_another_model_of_as_many_parameters_is_refused(mode: str, tmp_path: Path) -> None:
+    """Two groups of the optimizer: the second is of other shapes. The server refuses it at its start, too."""
+
+    def model_of(own: Fleet, width: int) -> Any:
+        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(24 // width, width, bias=False))
+        groups = [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}]
+        optimizer = own.distributed_optimizer(torch.optim.SGD(groups, 0.1), strategy_of(mode))
+        return own.distributed_model(net), optimizer
+
+    def work(own: Fleet, rank: int, width: int) -> Any:
+        model, _ = model_of(own, width)
+        own.init_worker()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        text = ""
+        try:
+            own.load_model(tmp_path) if width == 4 else own.save_persistables(tmp_path)
+        except NothingLoaded as error:
+            text = str(error)
+        assert same(before, model.state_dict())
+        own.stop_worker()
+        return text
+
+    run_job(partial(work, width=6), num_servers=2, num_workers=2, strategy=strategy_of(mode))
+    texts = run_job(partial(work, width=4), num_servers=2, num_workers=2, strategy=strategy_of(mode))
+    assert texts[0] == texts[1]
+    rule = r"of 'dense.1', parameter 0 \('1.weight'\) is \[6, 4\] there and \[4, 6\] here\."
+    assert re.search(rf"server 0 .*dense\.1/part-000.json.*{rule}.*Nothing was loaded\.$", texts[0])
+
+    def serve(own: Fleet, index: int) -> None:
+        model_of(own, 4)
+        own.init_server(tmp_path)
+        own.run_server()
+
+    with pytest.raises(CheckpointError, match=r"\('1.weight'\) is \[6, 4\] there"):
+        run_job(lambda own, rank: None, serve=serve, strategy=strategy_of(mode))
 
 
 def load_in_vain(own: Fleet, rank: int, mode: str, folder: Path) -> Any:

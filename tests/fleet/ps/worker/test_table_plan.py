@@ -44,11 +44,28 @@ def test_modules_with_one_name_share_a_table_and_groups_are_dense_tables() -> No
     plan = planned(model, torch.optim.SGD(groups, 0.125))
     assert [(part.config.name, len(part.modules)) for part in plan.sparse] == [("ids", 2), ("words", 1)]
     assert [(part.config.name, part.config.size) for part in plan.dense] == [("dense.1", 3), ("dense.2", 1)]
+    assert [(part.config.shapes, part.config.names) for part in plan.dense] == [
+        (((1, 3),), ("out.weight",)),
+        (((1,),), ("out.bias",)),
+    ]
     assert sorted(plan.configs) == [0, 1, 2, 3]
     assert [config.rule["learning_rate"] for config in plan.configs.values()] == [0.5, 0.5, 0.125, 0.25]
     assert plan.ids_of(["words"]) == [1]
     with pytest.raises(ConfigError, match="not a sparse table"):
         plan.ids_of(["out"])
+
+
+def test_a_dense_table_knows_the_shapes_of_what_it_holds() -> None:
+    """In the order of the group, tied weights once, neither frozen nor empty ones; a stray parameter has no name."""
+    model = nn.Module()
+    model.a, model.b = nn.Linear(2, 3, bias=False), nn.Linear(2, 3)
+    model.b.weight = model.a.weight
+    model.scale, model.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 4))
+    model.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+    stray = nn.Parameter(torch.ones(2, 2))
+    (part,) = planned(model, torch.optim.SGD([stray, *model.parameters()], 0.1)).dense
+    assert part.config.shapes == ((2, 2), (), (3, 2), (3,))
+    assert part.config.names == ("", "scale", "a.weight", "b.bias")
 
 
 def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
