@@ -465,7 +465,7 @@ def load_model(path: Path, mode: int = 0) -> None:
         PSError: a server refuses the save; all workers raise it, the message ends with "Nothing was loaded.", and
             servers and workers go on as before. Or a server failed after the check; the workers then have what the
             servers hold, and the message says to load another save before training goes on.
-        CheckpointError: the optimizer's state of a hybrid job is damaged; nothing was loaded.
+        CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
     """
 
 def load_one_table(table_id: int, path: Path, mode: int = 0) -> None:

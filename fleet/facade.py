@@ -629,7 +629,7 @@ class Fleet:
             PSError: a server refuses the save; all workers raise it, the message ends with "Nothing was loaded.", and
                 servers and workers go on as before. Or a server failed after the check; the workers then have what the
                 servers hold, and the message says to load another save before training goes on.
-            CheckpointError: the optimizer's state of a hybrid job is damaged; nothing was loaded.
+            CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
         """
         folder = _path("load_model", "path", path)
         _check_mode(mode)

@@ -22,6 +22,7 @@ from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.files.archive import check_archive, check_parts
 from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
+from fleet.ps.worker.optimizer_state import check_state_shapes
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.ps.worker.trainer_group import TrainerGroup
@@ -155,7 +156,8 @@ class HybridTrainer(Trainer):
         """Makes the servers load a save; all continue with its rows, parameters and optimizer state.
 
         Raises:
-            CheckpointError: the optimizer state is damaged; servers and trainers are as before.
+            CheckpointError: the optimizer state is damaged, or that of other parameters; servers and trainers are as
+                before.
             NothingLoaded: a server has refused the save, or a trainer has left; servers and trainers are as before.
             PSError: a server failed while it loaded, and may have a part. Dense parameters are as before.
         """
@@ -237,7 +239,7 @@ class HybridTrainer(Trainer):
         """Returns the optimizer state of the save, which trainer 0 reads; an empty one where it is absent, as is said.
 
         Raises:
-            CheckpointError: it is damaged; every trainer raises it.
+            CheckpointError: it is damaged, or that of other parameters; every trainer raises it.
         """
         path = Path(dirname) / STATE_FILE
         answer = b""
@@ -262,6 +264,7 @@ class HybridTrainer(Trainer):
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
             if not isinstance(state, dict) or any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
                 raise CheckpointError(f"{path} is not an optimizer state, which has a dict for each parameter.")
+            check_state_shapes(f"{path}", state, self._optimizer, self.plan.dense)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Nothing was loaded.") from error
         except Exception as error:

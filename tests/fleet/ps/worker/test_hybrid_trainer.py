@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import zipfile
 from functools import partial
@@ -203,6 +204,10 @@ def spoil(folder: Path, what: str) -> None:
         state.write_bytes(bytes(state.stat().st_size))
     elif what == "empty":
         state.write_bytes(b"")
+    elif what == "another shape":
+        kept = torch.load(state, weights_only=True)
+        kept[2]["sum"] = kept[2]["sum"].T.clone()
+        torch.save(kept, state)
     elif what == "trainer.pt":
         state.write_bytes(state.read_bytes()[:-100])
     elif what == "a bit":
@@ -259,6 +264,7 @@ _undisturbed: list[Any] = []  # what trainers return that load no spoiled save; 
         "a link",
         "another object",
         "no dicts",
+        "another shape",
         "zeros",
         "a bit",
         "empty",
@@ -273,6 +279,9 @@ def test_a_refused_load_is_as_if_it_had_not_been_called(
         _undisturbed.extend(job(monkeypatch, partial(train_and_load, folder=tmp_path / "0", what=""), num_servers=2))
     other = job(monkeypatch, partial(train_and_load, folder=tmp_path / "1", what=what), num_servers=2)
     assert other[0][0] == other[1][0] != ""
+    if what == "another shape":
+        rule = r"trainer.pt: 'sum' of parameter 2, 'out.weight', has the shape \[8, 1\]; Adagrad keeps \[1, 8\] for it"
+        assert re.search(rule, other[0][0])
     for (_, one), (_, two) in zip(_undisturbed, other, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
 

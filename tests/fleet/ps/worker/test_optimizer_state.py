@@ -1,0 +1,76 @@
+"""A state of other shapes is told from one that fits, also before the optimizer holds any."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fleet.errors import CheckpointError
+from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.worker.dense_part import DensePart, GroupPlace
+from fleet.ps.worker.optimizer_state import check_state_shapes
+
+Part = tuple[torch.optim.Optimizer, list[DensePart]]
+
+
+class Averaged(torch.optim.SGD):
+    """An optimizer that may keep anything."""
+
+
+def start(make: Any, width: int, num_rows: int = 5, trains: bool = False) -> Part:
+    """Returns the optimizer of rows, which servers train, a linear layer, and a number; after a step where told."""
+    net = nn.ModuleDict(
+        {"rows": nn.Embedding(num_rows, 3), "fc": nn.Linear(24 // width, width), "one": nn.Linear(1, 1)}
+    )
+    groups = [{"params": [*net["rows"].parameters(), *net["fc"].parameters()]}, {"params": net["one"].parameters()}]
+    optimizer = make(net.parameters() if make.func is torch.optim.LBFGS else groups)
+    for parameter in net.parameters() if trains else ():
+        parameter.grad = torch.ones_like(parameter)
+    if trains:
+        optimizer.step(lambda: 1.0)
+    names, trained = zip(*[(name, p) for name, p in net.named_parameters() if name != "rows.weight"], strict=True)
+    config = DenseTableConfig("dense.0", sum(p.numel() for p in trained))
+    return optimizer, [DensePart(0, config, list(trained), GroupPlace(optimizer, 0), names=names)]
+
+
+def state_of(make: Any, width: int) -> dict[int, dict[str, Any]]:
+    return start(make, width, num_rows=9, trains=True)[0].state_dict()["state"]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (partial(torch.optim.Adagrad, lr=0.1), "sum"),
+        (partial(torch.optim.AdamW, lr=0.1, amsgrad=True), "max_exp_avg_sq"),
+        (partial(torch.optim.NAdam, lr=0.1), "exp_avg"),
+        (partial(torch.optim.ASGD, lr=0.1), "ax"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(make: Any, key: str, trains: bool) -> None:
+    """Rows are not trained here: there may be more or fewer of them."""
+    optimizer, parts = start(make, 6, trains=trains)
+    good = state_of(make, 6)
+    check_state_shapes("trainer.pt", good, optimizer, parts)
+    check_state_shapes("trainer.pt", {}, optimizer, parts)
+    with pytest.raises(CheckpointError, match=r"pt: '\w+' of parameter 1, 'fc.weight', .* \[4, 6\]; .* \[6, 4\]"):
+        check_state_shapes("trainer.pt", state_of(make, 4), optimizer, parts)
+    good[2][key] = torch.ones(7)
+    with pytest.raises(CheckpointError, match=rf"pt: '{key}' of parameter 2, 'fc.bias', .* \[7\]; .* \[6\]"):
+        check_state_shapes("trainer.pt", good, optimizer, parts)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, partial(Averaged, momentum=0.9)])
+def test_what_only_the_optimizer_knows_is_taken(kind: Any, trains: bool) -> None:
+    """Sums over rows, one vector of all parameters, and what a class of the user keeps."""
+    make = partial(kind, lr=0.1)
+    check_state_shapes("trainer.pt", state_of(make, 6), *start(make, 6, trains=trains))
+    if make.func is Averaged and trains:
+        with pytest.raises(CheckpointError, match="'momentum_buffer' of parameter 1"):
+            check_state_shapes("trainer.pt", state_of(make, 4), *start(make, 6, trains=True))
