@@ -462,10 +462,12 @@ class Client:
 
     # -- the whole job -------------------------------------------------------------------------------------------
 
-    def barrier(self, name: str = "worker", call: str = "") -> str | None:
+    def barrier(self, name: str = "worker", call: str = "", wish: str = "") -> str | None:
         """Waits until every live worker has come to its same-numbered barrier of this name.
 
-        ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open.
+        ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open. ``wish`` is
+        what this worker is about to do: where another one is about to do something else, the key begins with
+        :data:`fleet.ps.wire.messages.DISAGREE`.
 
         Returns a key that all workers at the barrier share; ``None`` if the others have met again since.
         In sync mode, and where staleness is bounded, all workers continue with the same step, also those that have
@@ -474,7 +476,7 @@ class Client:
         number = self._barriers.get(name, 0) + 1
         # Every server must know that this worker stands here, or it would wait forever for its next step.
         links = self._links if self.staleness is not None else self._links[:1]
-        answers = self._all(Op.BARRIER, {"name": name, "call": call}, links=links, step=number)
+        answers = self._all(Op.BARRIER, {"name": name, "call": call, "wish": wish}, links=links, step=number)
         self._barriers[name] = number
         if self.staleness is not None:
             self.step = max(self.step, *(int(answer.get("step", 0)) for answer in answers))

@@ -23,12 +23,13 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
-from fleet.ps.wire.messages import Buffer, TablePart
+from fleet.ps.wire.messages import DISAGREE, Buffer, TablePart
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
+_SHOWN, _RANKS_SHOWN = 4, 8  # wishes in a message, and ranks with each
 MOST_WAITING = 1 << 24  # noted ids; with more, the next delta is whole
 
 
@@ -166,6 +167,7 @@ class JobState:
         self.barriers: dict[str, int] = {}
         self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all workers that met there
         self.arrived: dict[tuple[str, int], set[int]] = {}
+        self.wishes: dict[tuple[str, int], dict[int, str]] = {}  # what each rank at a barrier asks all of them to do
         self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
         self.stuck: dict[int, str] = {}  # by rank: why it waits in vain, until it has been told
         self.recorder = KeyRecorder()
@@ -325,10 +327,11 @@ class JobState:
 
     # -- barriers ------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, number: int, rank: int) -> None:
-        """Notes that ``rank`` stands at the ``number``-th barrier ``name``."""
+    def arrive(self, name: str, number: int, rank: int, wish: str = "") -> None:
+        """Notes that ``rank`` stands at the ``number``-th barrier ``name``, and what it asks all there to do."""
         if number > self.barriers.get(name, 0):
             self.arrived.setdefault((name, number), set()).add(rank)
+            self.wishes.setdefault((name, number), {})[rank] = wish
             self.changed.notify_all()
 
     def absent(self, name: str, number: int) -> list[int]:
@@ -365,11 +368,22 @@ class JobState:
         opened = {}
         for (name, number), ranks in sorted(self.arrived.items()):
             if all(worker.rank in ranks for worker in self.active()):
-                self.pass_barrier(name, number, secrets.token_hex(8))
+                self.pass_barrier(name, number, self._new_key(self.wishes[name, number]))
                 opened[name] = number
         if opened:
             self.changed.notify_all()
         return opened
+
+    def _new_key(self, wishes: dict[int, str]) -> str:
+        """Returns the key of a barrier that opens: who asks for what, where workers do not ask for the same."""
+        ranks: dict[str, list[int]] = {}
+        for worker in self.active():  # one that was lost while it stood there says nothing any longer
+            if wish := wishes.get(worker.rank):
+                ranks.setdefault(wish, []).append(worker.rank)
+        if len(ranks) < 2:
+            return secrets.token_hex(8)
+        found = [f"{_named(some)} to {wish}" for wish, some in ranks.items()]
+        return DISAGREE + "; ".join(found[:_SHOWN]) + "; and others" * (len(found) > _SHOWN)
 
     def pass_barrier(self, name: str, number: int, key: str) -> None:
         """Notes that the barrier is open, and its key."""
@@ -378,6 +392,8 @@ class JobState:
             self.keys[name] = key
         for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
             del self.arrived[place]
+        for place in [p for p in self.wishes if p[0] == name and p[1] <= self.barriers[name]]:
+            del self.wishes[place]
 
     def wait_for(self, predicate: Callable[[], bool], beat: Callable[[], None], beat_s: float = 2.0) -> None:
         """Waits until ``predicate`` holds, calling ``beat`` outside the lock every ``beat_s`` seconds.
@@ -392,3 +408,10 @@ class JobState:
                         return
                     raise Refused("the parameter server was told to stop.")
             beat()
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"worker {ranks[0]} asks"
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"workers {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{more} ask"

@@ -348,11 +348,14 @@ class Operations:
         job = self._job
         name = fields.get("name")
         call = fields.get("call") or f"barrier {fields.get('name')!r}"
-        if not isinstance(name, str) or len(name) > 256 or number < 1 or not isinstance(call, str):
+        wish = fields.get("wish", "")
+        if not isinstance(call, str) or not isinstance(wish, str):
+            raise Refused("BARRIER takes the call and the wish of the worker as text.")
+        if not isinstance(name, str) or len(name) > 256 or number < 1:
             raise Refused("BARRIER takes a name of at most 256 characters and a number from 1.")
         with job.changed:
             is_past = job.barriers.get(name, 0) >= number  # the worker comes again, after a restart
-            job.arrive(name, number, worker.rank)
+            job.arrive(name, number, worker.rank, wish)
         self.state.settle()  # the others no longer wait for a step of this worker
         self._stand(worker, name, number, call, beat)
         # Workers that have taken fewer steps continue with the same number, or the others would wait for them.

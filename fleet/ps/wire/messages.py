@@ -47,6 +47,7 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = b"FLPS"
 VERSION = 2
 MAX_BODY_BYTES = 1 << 28
+DISAGREE = "disagree: "  # begins the key of a barrier whose workers do not ask for the same; who asks for what follows
 MAX_CONTROL_BYTES = 1 << 20
 MAX_TABLES = 1 << 10
 MAX_TABLE_ID = 1 << 16

@@ -120,14 +120,14 @@ class HybridTrainer(Trainer):
         dense.finish()
         return found
 
-    def _stand(self, name: str, call: str) -> str | None:
+    def _stand(self, name: str, call: str, wish: str = "") -> str | None:
         """Stands at a barrier, and takes part in the steps of those that still train."""
         failures: list[BaseException] = []
         keys: list[str | None] = []
 
         def stand() -> None:
             try:
-                keys.append(self.client.barrier(name, call))
+                keys.append(self.client.barrier(name, call, wish))
             except BaseException as error:
                 failures.append(error)
 

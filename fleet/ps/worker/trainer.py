@@ -19,6 +19,7 @@ from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.rules import LEARNING_RATE
+from fleet.ps.wire.messages import DISAGREE
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.exchange_modes import (
@@ -40,6 +41,7 @@ from fleet.ps.worker.table_plan import SparsePart, TablePlan
 __all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "rejoin"]
 
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
+_ENDS = {"load": (NothingLoaded, "loaded"), "save": (PSError, "saved"), "shrink": (PSError, "deleted")}
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
 
 
@@ -305,19 +307,19 @@ class Trainer:
         else:
             rejoin(self._client, state)
 
-    def meet(self, name: str) -> str | None:
+    def meet(self, name: str, wish: str = "") -> str | None:
         """Waits until every worker has come to its same-numbered barrier of this name; returns their common key."""
         exchange = self._exchange
         if exchange is not None:
             exchange.check()
             exchange.meeting()
-        key = self._stand(name, self.config.user_call())
+        key = self._stand(name, self.config.user_call(), wish)
         if exchange is not None:
             exchange.met()
         return key
 
-    def _stand(self, name: str, call: str) -> str | None:
-        return self.client.barrier(name, call)
+    def _stand(self, name: str, call: str, wish: str = "") -> str | None:
+        return self.client.barrier(name, call, wish)
 
     # -- files and the life of rows ------------------------------------------------------------------------------
 
@@ -331,7 +333,8 @@ class Trainer:
             self._before_save(dirname, tables)
             return self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
 
-        return self._do_together(f"save {dirname} {mode} {tables}", act)
+        where = f"{dirname}, mode {mode}{' as text' * text}{_of(tables)}"
+        return self._do_together(f"save to {where}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
         """Makes the servers load a save, once every worker is here; all continue with what was loaded.
@@ -348,7 +351,7 @@ class Trainer:
         client = self.client
         parts = self.plan.shrinking(threshold)
         rows = 0
-        self._come_to_save()
+        self._come_to_save(f"shrink tables, threshold {threshold}")
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
             rows = sum(client.alter(part.table_id, "shrink", **fields) for part in parts)
@@ -371,8 +374,11 @@ class Trainer:
         """Does ``act`` with a key that all workers doing ``what`` share; returns when all have done it.
 
         A restarted worker that repeats what the others have finished without it skips it.
+
+        Raises:
+            PSError: another worker came to do something else; none has done anything.
         """
-        key = self._come_to_save()
+        key = self._come_to_save(what)
         found = 0 if key is None else act(f"{key}-{zlib.crc32(what.encode()):08x}")
         self.client.barrier(SAVE, self.config.user_call())
         return found
@@ -380,7 +386,7 @@ class Trainer:
     def _load_together(self, dirname: str, tables: list[int] | None, act: Callable[[str], int]) -> None:
         """Does ``act``, which loads, on all workers; afterwards this one has what the servers hold."""
         try:
-            self._do_together(f"load {dirname} {tables}", act)
+            self._do_together(f"load {dirname}{_of(tables)}", act)
         except NothingLoaded:
             raise
         except PSError:
@@ -389,13 +395,21 @@ class Trainer:
             raise
         self._take_loaded(self.client)
 
-    def _come_to_save(self) -> str | None:
-        """Waits until every worker is here with its steps applied; returns the key they share."""
+    def _come_to_save(self, what: str) -> str | None:
+        """Waits until every worker is here with its steps applied, to do ``what``; returns the key they share."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
             # The end of a save that the previous process did not reach, or of what was refused.
             self._stand(SAVE, self.config.user_call())
-        return self.meet(SAVE)
+        key = self.meet(SAVE, what)
+        if key is not None and key.startswith(DISAGREE):
+            kind, end = _ENDS[what.split()[0]]
+            raise kind(
+                f"{self.config.user_call()}: this worker asks to {what}, but not all ask for the same: "
+                f"{key.removeprefix(DISAGREE)}. Every worker must make the same call, with the same folder and "
+                f"settings. Nothing was {end}."
+            )
+        return key
 
     def _after_goodbye(self) -> None:
         """Hook: runs after this worker's goodbye."""
@@ -527,6 +541,10 @@ class Trainer:
             if what:
                 return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
         return ""
+
+
+def _of(tables: list[int] | None) -> str:
+    return "" if tables is None else f", tables {tables}"
 
 
 def _leave_all() -> None:

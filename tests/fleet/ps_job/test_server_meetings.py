@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fleet.errors import ConfigError, PSError
 from fleet.facade import Fleet
+from fleet.ps.client.client import NothingLoaded
 from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.server import operations
 from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.ready_python import run_python
-from tests.helpers.served import batches, run_job, train
+from tests.helpers.served import batches, run_job, strategy_of, train
+from tests.helpers.trainers import thread_trainers
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -90,6 +95,68 @@ def test_a_save_of_worker_0_alone_at_the_end(tmp_path: Any) -> None:
 
     assert max(run_job(work, num_workers=2, strategy=strategy("sync"))) < 15
     assert (tmp_path / "model" / "ads").exists()
+
+
+DISAGREE = {
+    "two folders to load": lambda own, rank, root: own.load_model(root / f"m{rank}"),
+    "two folders to save to": lambda own, rank, root: own.save_persistables(root / f"new{rank}"),
+    "two modes": lambda own, rank, root: own.save_persistables(root / "new", mode=3 * rank),
+    "text and none": lambda own, rank, root: own.save_persistables(root / "new", text=rank == 1),
+    "two tables": lambda own, rank, root: own.load_one_table(rank, root / "m0"),
+    "a load and a save": lambda own, rank, root: (own.save_persistables, own.load_model)[rank](root / f"m{rank}"),
+    "a load and a shrink": lambda own, rank, root: own.shrink(1) if rank else own.load_model(root / "m0"),
+}
+
+
+def disagree(own: Fleet, rank: int, *, what: str, mode: str, root: Path) -> str:
+    """Returns the text of the refusal, which has changed nothing, after a step, a load and a save."""
+    model, optimizer = served(own, strategy_of(mode, 2), make_sgd)
+    train(model, optimizer, batches(2, rank, 2))
+    own.save_persistables(root / "m0")
+    train(model, optimizer, batches(2, rank, 2))
+    own.save_persistables(root / "m1")
+    own.barrier_worker()  # takes what the other has pushed
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    there = sorted(path.name for path in root.rglob("*"))
+    with pytest.raises(PSError) as caught:
+        DISAGREE[what](own, rank, root)
+    assert isinstance(caught.value, NothingLoaded) == str(caught.value).endswith("Nothing was loaded.")
+    assert sorted(path.name for path in root.rglob("*")) == there
+    after = model.state_dict()
+    assert mode == "geo" or all(torch.equal(before[name], after[name]) for name in before)
+    own.barrier_worker()  # the other trains on
+    train(model, optimizer, batches(2, rank, 2))
+    own.load_model(root / "m1")
+    loaded = model.state_dict()
+    assert mode == "geo" or all(torch.equal(before[name], loaded[name]) for name in before)
+    own.save_persistables(root / "last")
+    own.stop_worker()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"),
+    [(what, "sync") for what in DISAGREE]
+    + [(what, mode) for what in list(DISAGREE)[:2] for mode in ("async", "half_async", "geo", "hybrid")],
+)
+def test_workers_that_do_not_ask_for_the_same_are_all_told(
+    what: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this worker asked, what the others did, and that nothing was done; then the job trains, loads and saves."""
+    trainers = thread_trainers(2)
+    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda session: trainers[session.global_rank])
+    work = partial(disagree, what=what, mode=mode, root=tmp_path)
+    texts = run_job(work, num_workers=2, num_servers=2, strategy=strategy_of(mode, 2))
+    rule = r"this worker asks to (.+), but not all ask for the same: (worker 0 asks to .+; worker 1 asks to .+)\. Every"
+    asked = [re.search(rule, text) for text in texts]
+    assert all(asked)
+    assert asked[0][2] == asked[1][2] == f"worker 0 asks to {asked[0][1]}; worker 1 asks to {asked[1][1]}"
+    for rank, text in enumerate(texts):
+        assert re.match(r"fleet\.\w+\(\) at .*test_server_meetings.py:\d+: ", text)
+        end = {"load": "loaded", "save": "saved", "shrink": "deleted"}[asked[rank][1].split()[0]]
+        assert text.endswith(f"Nothing was {end}.")
+    if what == "two folders to load":
+        assert f"worker 0 asks to load {tmp_path}/m0; worker 1 asks to load {tmp_path}/m1" in texts[0]
 
 
 NO_RUN_SERVER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.messages import Header, Op, Status, TablePart, encode_parts
+from fleet.ps.wire.messages import DISAGREE, Header, Op, Status, TablePart, encode_parts
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, ids, in_threads, make_table, rows, serving, until
 
 
@@ -161,6 +162,50 @@ def test_a_table_with_another_specification_is_refused_and_none_of_the_call_is_m
     with pytest.raises(Refused, match="seed is 0 there and 9 here"):
         state.create_tables({3: spec, 0: {**spec, "seed": 9}})
     assert sorted(state.tables) == [0]
+
+
+def test_the_key_of_a_barrier_says_who_asks_for_something_else(tmp_path):
+    """Also after a restart of the server; a worker without a wish disagrees with nobody."""
+    with serving(folder=tmp_path / "s", num_workers=3) as service:
+        clients = [service.client(rank) for rank in range(3)]
+
+        def meet(*wishes):
+            keys = [""] * 3
+
+            def come(rank):
+                keys[rank] = clients[rank].barrier("x", "call", wishes[rank])
+
+            in_threads(*(partial(come, rank) for rank in range(3)))
+            assert not service.servers[0].state.job.wishes
+            (key,) = set(keys)
+            return key
+
+        assert not meet("load a", "load a", "").startswith(DISAGREE)
+        found = meet("load a", "load b", "load a")
+        assert found == f"{DISAGREE}workers 0, 2 ask to load a; worker 1 asks to load b"
+        service.servers[0].stop()
+        service.start(0)
+        clients[2]._barriers["x"] = 1  # the answer did not come
+        assert clients[2].barrier("x", "call", "load a") == found
+        assert not meet("load b", "load b", "load b").startswith(DISAGREE)
+
+
+def test_a_worker_that_was_lost_at_a_barrier_asks_for_nothing():
+    state = state_of(3)
+    with state.job.changed:
+        for rank, wish in enumerate("aab"):
+            state.job.arrive("x", 1, rank, wish)
+    state.job.workers[2].state = "expired"
+    state.settle()
+    assert not state.job.keys["x"].startswith(DISAGREE)
+    many = state_of(14)
+    with many.job.changed:
+        for rank in range(14):
+            many.job.arrive("x", 1, rank, f"save {min(rank, 4)}")
+            many.job.arrive("y", 1, rank, f"save {max(rank, 12)}")
+    many.settle()
+    assert many.job.keys["x"].endswith("worker 3 asks to save 3; and others")
+    assert "workers 0, 1, 2, 3, 4, 5, 6, 7 and 5 more ask to save 12; worker 13 asks" in many.job.keys["y"]
 
 
 def shaped(*shapes, **fields):
