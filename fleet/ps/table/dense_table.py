@@ -121,7 +121,9 @@ class DenseTable:
     def load_kernels(self) -> None:
         """Loads the kernels of every push now, as :meth:`SparseTable.load_kernels` does."""
         with naming_the_cause():
-            DenseTable(replace(self.config, size=0)).push_mean([np.empty(0, f32)], 1)
+            table = DenseTable(replace(self.config, size=0, shapes=None, names=()))
+            for count in (1, 2):
+                table.push_mean([np.empty(0, f32)] * count, count)
 
     def pull(self, out: Float32s | None = None) -> Float32s:
         """Returns the values, written to ``out`` where given."""
@@ -171,9 +173,13 @@ class DenseTable:
         self._check("gradient", kept[0])
         kernels = load_kernels("id_kernels")
         piece, places = np.empty(kernels.PIECE, np.float32), np.empty(2, np.int64)
-        where = _address(sources), len(kept), self.config.size, float(divisor), _address(piece), self._update_address
+        where = _address(sources), len(kept), self.config.size, float(divisor), _address(piece)
         with self._changing(step):  # which may move the row
-            kernels.push_mean(*where, _address(self._row), _address(places), _address(self._params))
+            row, params = _address(self._row), _address(self._params)
+            if self._rule.name == "sgd" and len(kept) > 1:
+                load_kernels("rule_kernels").sgd_by_mean(*where, row, params)
+            else:
+                kernels.push_mean(*where, self._update_address, row, _address(places), params)
 
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""

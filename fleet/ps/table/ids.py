@@ -131,6 +131,19 @@ def mean_of(arrays: Sequence[Float32s], divisor: float) -> Float32s:
     return out
 
 
+def copy_for_others(addresses: Sequence[int], lengths: Sequence[int], out: Float32s) -> None:
+    """Copies float32 arrays, contiguous and alive, one behind the other to ``out``, which another process reads next.
+
+    Raises:
+        ConfigError: ``out`` has another length than all of them.
+    """
+    _check_array("values", out, np.float32, 1)
+    if len(addresses) != len(lengths) or sum(lengths) != len(out) or not out.flags.c_contiguous:
+        raise ConfigError(f"{len(addresses)} arrays of {sum(lengths)} numbers do not fill {len(out)} places in a row.")
+    at, sizes = np.array(addresses, np.int64), np.array(lengths, np.int64)
+    load_kernels("id_kernels").copy_for_others(_address(at), _address(sizes), len(at), _address(out))
+
+
 def addressed(arrays: Sequence[Float32s]) -> tuple[list[Float32s], Int64s]:
     """Returns float32 arrays of one length, contiguous, and their addresses, which are good while the first live.
 

@@ -340,7 +340,7 @@ class SocketConnection:
 
     def comes(self, limit_s: float, *, spin: bool = False) -> bool:
         """Returns whether there is something to read within ``limit_s``."""
-        return _comes_spinning(self._sock, limit_s) if spin else _has_byte(self._sock, limit_s)
+        return _has_byte(self._sock, limit_s, spin)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""
@@ -362,27 +362,18 @@ def _is_here(sock: socket.socket) -> bool:
         return False  # closed meanwhile
 
 
-def _has_byte(sock: socket.socket, limit_s: float) -> bool:
+def _has_byte(sock: socket.socket, limit_s: float, spin: bool) -> bool:
     poll = select.poll()
     try:
         poll.register(sock, select.POLLIN)
-        return bool(poll.poll(1000 * limit_s))
+        if not spin:
+            return bool(poll.poll(1000 * limit_s))
+        end = time.monotonic() + limit_s
+        while not (comes := poll.poll(0)) and time.monotonic() < end:
+            os.sched_yield()
+        return bool(comes)
     except (OSError, ValueError):
         return True  # closed meanwhile: the read reports it
-
-
-def _comes_spinning(sock: socket.socket, limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    look = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    while time.monotonic() < end:
-        try:
-            sock.recv(1, look)
-            return True
-        except BlockingIOError:
-            os.sched_yield()
-        except (OSError, ValueError):
-            return True  # closed meanwhile: the read reports it
-    return False
 
 
 def _is_cut(sock: socket.socket) -> bool:

@@ -234,7 +234,7 @@ class SyncExchange:
         for part in self.plan.dense:
             values = gradients.get(part.table_id)
             if values is None and part.table_id in places:
-                values = part.gradients(places[part.table_id])
+                values = part.gradients(places[part.table_id], for_others=True)
             elif values is None:
                 values = spare[part.table_id] = part.gradients(spare.get(part.table_id))
             if values is not None:

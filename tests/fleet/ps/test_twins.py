@@ -18,6 +18,7 @@ from fleet.ps import (
     sum_rows,
 )
 from fleet.ps.table.bounds import Bounds
+from fleet.ps.table.ids import sum_by_key
 from fleet.ps.table.rules import RULES
 from tests.fleet.ps import reference_ids
 from tests.fleet.ps._tables import assert_same_rows, rows_of
@@ -106,3 +107,5 @@ def test_same_batches(keys: list[int], dim: int) -> None:
     assert inverse.tolist() == places.tolist()
     merged = sum_rows(gradients, inverse, len(distinct))
     np.testing.assert_array_equal(merged, reference_ids.sum_rows(gradients, inverse, len(distinct)))
+    for found, wanted in zip(sum_by_key(array, gradients), (distinct, merged, inverse), strict=True):
+        np.testing.assert_array_equal(found, wanted)

@@ -187,6 +187,31 @@ def prefetch(typing_context, address):
     return none(i64), generate
 
 
+@_intrinsic
+def copy_line(typing_context, target, source):
+    """Copies 64 bytes to ``target``, a multiple of 64, past the caches; others see them after a :func:`fence`."""
+
+    def generate(context, builder, signature, arguments):
+        line = ir.VectorType(ir.FloatType(), 16).as_pointer()
+        target, source = (builder.inttoptr(address, line) for address in arguments)
+        written = builder.store(builder.load(source, align=4), target, align=64)
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return none(i64, i64), generate
+
+
+@_intrinsic
+def fence(typing_context):
+    """Makes what was written before visible to other processors before what is written after it."""
+
+    def generate(context, builder, signature, arguments):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return none(), generate
+
+
 def _indirect(result: Any, *arguments: Any) -> Any:
     """What an intrinsic returns that calls the C function at the address of its first argument.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
     call_update,
+    copy_line,
     f32,
+    fence,
     floats,
     i32,
     i64,
@@ -101,20 +103,29 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
 
 
 @small_part
+def sum_but_last(sources, count, start, size, out):
+    """Returns where the sums of ``size`` numbers from ``start`` are, of all arrays but the last one: ``out``, or there.
+
+    They are added in order; 0 has still to be added to the numbers of a single array.
+    """
+    arrays, none, first = words(sources), f32(0.0), words(sources)[0] + 4 * start
+    for i in range(1, count - 1):
+        total, so_far, source = floats(out), floats(first), floats(arrays[i] + 4 * start)
+        for j in range(size):
+            total[j] = (none + so_far[j]) + source[j]
+        first = out
+    return first
+
+
+@small_part
 def mean_of_piece(sources, count, start, size, divisor, out):
     """Writes the sums of ``size`` numbers from ``start`` of ``count`` arrays, added in order to 0, over ``divisor``."""
-    arrays, scale, none = words(sources), f32(divisor), f32(0.0)
-    total, first = floats(out), floats(arrays[0] + 4 * start)
+    total, scale, none = floats(out), f32(divisor), f32(0.0)
+    first, last = floats(sum_but_last(sources, count, start, size, out)), floats(words(sources)[count - 1] + 4 * start)
     if count == 1:
         for j in range(size):
             total[j] = (none + first[j]) / scale
         return
-    for i in range(1, count - 1):
-        source = floats(arrays[i] + 4 * start)
-        for j in range(size):
-            total[j] = (none + first[j]) + source[j]
-        first = total
-    last = floats(arrays[count - 1] + 4 * start)
     for j in range(size):
         total[j] = ((none + first[j]) + last[j]) / scale
 
@@ -140,6 +151,26 @@ def push_mean(sources, count, n, divisor, piece, update, row, places, params):
         size = min(PIECE, n - start)
         mean_of_piece(sources, count, start, size, divisor, piece)
         call_update(update, places, 1, order, piece - 4 * start, n, 0, start, size, n + start, params)
+
+
+@kernel
+def copy_for_others(sources, lengths, num, target):
+    """Copies ``num`` arrays of float32, one behind the other, for a processor that reads them next.
+
+    They do not go through the caches, which keep what this processor needs and have nothing to fetch from each other.
+    """
+    for i in range(num):
+        source, n, j = words(sources)[i], words(lengths)[i], i64(0)
+        before = min(n, (-target % 64) // 4)
+        for j in range(before):
+            floats(target)[j] = floats(source)[j]
+        lines = (n - before) // 16
+        for j in range(before, before + 16 * lines, 16):
+            copy_line(target + 4 * j, source + 4 * j)
+        for j in range(before + 16 * lines, n):
+            floats(target)[j] = floats(source)[j]
+        target += 4 * n
+    fence()
 
 
 @kernel

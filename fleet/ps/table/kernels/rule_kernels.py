@@ -28,10 +28,12 @@ from fleet.ps.table.kernels.common import (
     floats,
     i64,
     ints,
+    kernel,
     none,
     small_part,
     words,
 )
+from fleet.ps.table.kernels.id_kernels import PIECE, sum_but_last
 from fleet.ps.table.rules import Rule
 
 # Where the numbers of a rule stand in the float64 array that its kernel reads.
@@ -110,6 +112,25 @@ def _sgd(rows, n, order, gradients, stride, shows, column, width, state, params)
             g = floats(gradients + 4 * (i64(ints(order)[i]) * stride + column))
             for j in range(width):
                 w[j] = clamped(w[j] - lr * (g[j] + decay * w[j]), lower, upper)
+
+
+@kernel
+def sgd_by_mean(sources, count, n, divisor, piece, row, params):
+    """Does what :func:`fleet.ps.table.kernels.id_kernels.push_mean` does by this rule, for 2 or more gradients.
+
+    Each weight and gradient is read once. With a piece of the mean first and then the same piece of the weights, the
+    processor waits for memory twice.
+    """
+    p = doubles(params)
+    lr, decay = f32(p[RATE]), f32(p[WEIGHT_DECAY])
+    lower, upper, scale, none_yet = f32(p[LOWER]), f32(p[UPPER]), f32(divisor), f32(0.0)
+    for start in range(0, n, PIECE):
+        size = min(PIECE, n - start)
+        first = floats(sum_but_last(sources, count, start, size, piece))
+        last, w = floats(words(sources)[count - 1] + 4 * start), floats(row + 4 * start)
+        for j in range(size):
+            g = ((none_yet + first[j]) + last[j]) / scale
+            w[j] = clamped(w[j] - lr * (g + decay * w[j]), lower, upper)
 
 
 def _momentum(rows, n, order, gradients, stride, shows, column, width, state, params):

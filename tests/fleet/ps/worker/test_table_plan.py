@@ -12,6 +12,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.table.dense_table import DenseTableConfig
+from fleet.ps.table.ids import copy_for_others
 from fleet.ps.worker.dense_part import DensePart, GroupPlace
 from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
@@ -92,6 +93,39 @@ def test_dense_values_and_gradients_are_flat_and_come_back() -> None:
     assert memory.tolist() == [0, 0, 0, 1]
     assert part.values(memory) is memory
     assert memory.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("skew", range(0, 64, 12))
+@pytest.mark.parametrize("odd", ["none", "absent", "strided", "negated", "double", "sparse"])
+def test_gradients_for_another_process_are_the_same_numbers(skew: int, odd: str) -> None:
+    """Large ones are copied past the caches, wherever they begin; what is not plain goes the other way."""
+    parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in ((263, 257), (3,), (0, 5), (1,), (40, 30))]
+    if odd == "double":
+        parameters[1] = torch.nn.Parameter(torch.empty(3, dtype=torch.float64))
+    for p in parameters:
+        p.grad = torch.randn(p.shape, dtype=p.dtype)
+    last = parameters[4]
+    if odd == "absent":
+        last.grad = None
+    elif odd == "strided":
+        last.grad = torch.randn(30, 40).t()
+    elif odd == "negated":
+        last.grad = torch.randn(40, 30, dtype=torch.complex64).conj().imag
+        assert last.grad.is_neg()
+    elif odd == "sparse":
+        last.grad = torch.eye(40, 30).to_sparse()
+    size = sum(p.numel() for p in parameters)
+    part = DensePart(0, DenseTableConfig("dense", size), parameters, GroupPlace(None, 0))
+    memory = np.full(size + 64, 7, np.float32)
+    out = memory[skew : skew + size]
+    assert part.gradients(out, for_others=True) is out
+    np.testing.assert_array_equal(out, part.gradients())
+    assert (np.delete(memory, np.s_[skew : skew + size]) == 7).all()
+
+
+def test_room_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 arrays of 5 numbers do not fill 4 places"):
+        copy_for_others([0, 0], [3, 2], np.empty(4, np.float32))
 
 
 @pytest.mark.gpu
