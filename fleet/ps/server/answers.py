@@ -129,9 +129,8 @@ class Answers:
         def send() -> None:
             try:
                 made = self._told(header, answer.make)
-                place = peer.place_of(made, header)
-                if place or made.size <= LEAST_BYTES:
-                    self._send(peer, header, made, place)
+                if made.size <= LEAST_BYTES or peer.place_of(made, header):
+                    self._send(peer, header, made)
                 else:
                     threading.Thread(target=self._send_or_close, args=(peer, header, made), daemon=True).start()
             except Exception as error:  # this thread has other workers to answer
@@ -158,7 +157,7 @@ class Answers:
             self._notify(f"parameter server {self._config.index}: an answer was not sent: {error!r}")
         peer.connection.close()
 
-    def _send(self, peer: ConnectedWorker, header: Header, answer: Answer, place: int | None = None) -> None:
+    def _send(self, peer: ConnectedWorker, header: Header, answer: Answer) -> None:
         state = self._operations().state
         durable = 0
         if peer.worker is not None:
@@ -166,7 +165,7 @@ class Answers:
             if channel is not None and header.seq:
                 with state.journal.lock:
                     durable = channel.durable_seq(state.journal.durable_lsn)
-        flags = MessageFlag.RESPONSE | answer.flags | (peer.place_of(answer, header) if place is None else place)
+        flags = MessageFlag.RESPONSE | answer.flags | peer.place_of(answer, header)
         head = Header(
             header.op,
             flags,
