@@ -561,7 +561,7 @@ class Fleet:
             text: writes rows as lines of text, which other programs and ``load_model`` can read; mode 0 only.
 
         Raises:
-            PSError: another worker asks for another folder, mode or table; all workers raise it, nothing was saved.
+            PSError: another worker asks for a load; all workers raise it, nothing was saved.
         """
         folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
         if not isinstance(text, bool) or (text and number):
@@ -629,10 +629,10 @@ class Fleet:
             mode: accepted; a save records what it holds.
 
         Raises:
-            PSError: a server refuses the save, or another worker asks for another folder; all workers raise it, the
-                message ends with "Nothing was loaded.", and servers and workers go on as before. Or a server failed
-                after the check; the workers then have what the servers hold, and the message says to load another save
-                before training goes on.
+            PSError: a server refuses the save, or another worker asks for another one, or for something else; all
+                workers raise it, the message ends with "Nothing was loaded.", and servers and workers go on as before.
+                Or a server failed after the check; the workers then have what the servers hold, and the message says to
+                load another save before training goes on.
             CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
         """
         folder = _path("load_model", "path", path)

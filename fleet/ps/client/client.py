@@ -466,8 +466,8 @@ class Client:
         """Waits until every live worker has come to its same-numbered barrier of this name.
 
         ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open. ``wish`` is
-        what this worker is about to do: where another one is about to do something else, the key begins with
-        :data:`fleet.ps.wire.messages.DISAGREE`.
+        what this worker is about to do: where one is about to load and another to do something else, the key begins
+        with :data:`fleet.ps.wire.messages.DISAGREE`.
 
         Returns a key that all workers at the barrier share; ``None`` if the others have met again since.
         In sync mode, and where staleness is bounded, all workers continue with the same step, also those that have

@@ -39,5 +39,5 @@ def check_state_shapes(label: str, state: Mapping[Any, Any], optimizer: Optimize
                 raise CheckpointError(
                     f"{label}: {key!r} of parameter {number}, {names[id(parameter)]}, has the shape "
                     f"{list(value.shape)}; {type(optimizer).__name__} keeps {list(wanted.shape)} for it here. Load a "
-                    "save of this model, or remove the file to begin with a new optimizer state."
+                    "save of this model. If only the optimizer differs, remove the file to begin with a new state."
                 )

@@ -19,7 +19,7 @@ from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.rules import LEARNING_RATE
-from fleet.ps.wire.messages import DISAGREE
+from fleet.ps.wire.messages import DISAGREE, LOAD_WISH
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.exchange_modes import (
@@ -376,7 +376,7 @@ class Trainer:
         A restarted worker that repeats what the others have finished without it skips it.
 
         Raises:
-            PSError: another worker came to do something else; none has done anything.
+            PSError: one worker came to load and another to do something else; none has done anything.
         """
         key = self._come_to_save(what)
         found = 0 if key is None else act(f"{key}-{zlib.crc32(what.encode()):08x}")
@@ -386,7 +386,7 @@ class Trainer:
     def _load_together(self, dirname: str, tables: list[int] | None, act: Callable[[str], int]) -> None:
         """Does ``act``, which loads, on all workers; afterwards this one has what the servers hold."""
         try:
-            self._do_together(f"load {dirname}{_of(tables)}", act)
+            self._do_together(f"{LOAD_WISH}{os.path.realpath(dirname)}{_of(tables)}", act)
         except NothingLoaded:
             raise
         except PSError:

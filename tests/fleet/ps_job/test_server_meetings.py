@@ -99,11 +99,8 @@ def test_a_save_of_worker_0_alone_at_the_end(tmp_path: Any) -> None:
 
 DISAGREE = {
     "two folders to load": lambda own, rank, root: own.load_model(root / f"m{rank}"),
-    "two folders to save to": lambda own, rank, root: own.save_persistables(root / f"new{rank}"),
-    "two modes": lambda own, rank, root: own.save_persistables(root / "new", mode=3 * rank),
-    "text and none": lambda own, rank, root: own.save_persistables(root / "new", text=rank == 1),
-    "two tables": lambda own, rank, root: own.load_one_table(rank, root / "m0"),
     "a load and a save": lambda own, rank, root: (own.save_persistables, own.load_model)[rank](root / f"m{rank}"),
+    "two tables": lambda own, rank, root: own.load_one_table(rank, root / "m0"),
     "a load and a shrink": lambda own, rank, root: own.shrink(1) if rank else own.load_model(root / "m0"),
 }
 
@@ -157,6 +154,27 @@ def test_workers_that_do_not_ask_for_the_same_are_all_told(
         assert text.endswith(f"Nothing was {end}.")
     if what == "two folders to load":
         assert f"worker 0 asks to load {tmp_path}/m0; worker 1 asks to load {tmp_path}/m1" in texts[0]
+
+
+def out_of_step(own: Fleet, rank: int, *, mode: str, root: Path) -> None:
+    """Saves to a folder for each epoch; worker 1 repeats the save of epoch 1, as after a kill in it."""
+    model, optimizer = served(own, strategy_of(mode, 2), make_sgd)
+    for epoch in range(4):
+        train(model, optimizer, batches(1, rank, 2))
+        own.save_persistables(root / f"m{epoch - (rank if epoch > 1 else 0)}")
+    own.save_persistables(root / "link" if rank else root / "real")
+    own.load_model(root / "link" if rank else root / "real")
+    own.stop_worker()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_that_are_a_save_apart_go_on(mode: str, tmp_path: Path) -> None:
+    """One that was killed in a save repeats it, while the others have finished it; a link is the folder it leads to."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    work = partial(out_of_step, mode=mode, root=tmp_path)
+    run_job(work, num_workers=2, num_servers=2, strategy=strategy_of(mode, 2))
+    assert all((tmp_path / f"m{epoch}" / "ads" / "part-001.json").exists() for epoch in range(4))
 
 
 NO_RUN_SERVER = """

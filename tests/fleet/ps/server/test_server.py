@@ -201,11 +201,13 @@ def test_a_worker_that_was_lost_at_a_barrier_asks_for_nothing():
     many = state_of(14)
     with many.job.changed:
         for rank in range(14):
-            many.job.arrive("x", 1, rank, f"save {min(rank, 4)}")
-            many.job.arrive("y", 1, rank, f"save {max(rank, 12)}")
+            many.job.arrive("x", 1, rank, f"load {min(rank, 4)}")
+            many.job.arrive("y", 1, rank, f"load {max(rank, 12)}")
+            many.job.arrive("z", 1, rank, f"save {rank}")
     many.settle()
-    assert many.job.keys["x"].endswith("worker 3 asks to save 3; and others")
-    assert "workers 0, 1, 2, 3, 4, 5, 6, 7 and 5 more ask to save 12; worker 13 asks" in many.job.keys["y"]
+    assert many.job.keys["x"].endswith("worker 3 asks to load 3; and others")
+    assert "workers 0, 1, 2, 3, 4, 5, 6, 7 and 5 more ask to load 12; worker 13 asks" in many.job.keys["y"]
+    assert not many.job.keys["z"].startswith(DISAGREE)
 
 
 def shaped(*shapes, **fields):
