@@ -333,7 +333,7 @@ class Trainer:
             self._before_save(dirname, tables)
             return self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
 
-        where = f"{dirname}, mode {mode}{' as text' * text}{_of(tables)}"
+        where = f"{os.path.realpath(dirname)}, mode {mode}{' as text' * text}{_of(tables)}"
         return self._do_together(f"save to {where}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
