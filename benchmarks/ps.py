@@ -22,7 +22,7 @@ share where these processes fill all processors, and other work on the machine d
 Script: the same model as FleetX's users write it, ``nn.Embedding(1000001, 10, sparse=True)`` in a plain loop, two jobs
 one after the other in each mode. Samples per second and processor time per step are those of one worker, the mean of
 both, and plain torch is one process alone. Beside sync: two processes that exchange the dense gradients of each step
-through one memory and do nothing else, which is the most that a sync mode can reach on the machine at that moment.
+through one memory and do nothing else, which says what the machine allows at that moment.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def script_rows(mode: str, batches: list[int], rounds: int, seconds: float, data
 
 
 def bare_rows(batches: list[int], rounds: int) -> list[list[str]]:
-    """Returns the rows of an exchange of the script's dense gradients without a server: no sync mode can be faster."""
+    """Returns the rows of an exchange of the script's dense gradients and nothing else."""
     cells = []
     for found in part_json("_ps_bare.py", *map(str, batches), str(3 * rounds)):
         share = spread(ratios(found["bare"], found["plain"]), 2)

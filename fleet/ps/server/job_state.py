@@ -166,8 +166,7 @@ class JobState:
         self.held: dict[int, dict[int, Held]] = {}
         self.barriers: dict[str, int] = {}
         self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all workers that met there
-        self.arrived: dict[tuple[str, int], set[int]] = {}
-        self.wishes: dict[tuple[str, int], dict[int, str]] = {}  # what each rank at a barrier asks all of them to do
+        self.arrived: dict[tuple[str, int], dict[int, str]] = {}  # what each rank at a barrier asks all of them to do
         self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
         self.stuck: dict[int, str] = {}  # by rank: why it waits in vain, until it has been told
         self.recorder = KeyRecorder()
@@ -330,13 +329,12 @@ class JobState:
     def arrive(self, name: str, number: int, rank: int, wish: str = "") -> None:
         """Notes that ``rank`` stands at the ``number``-th barrier ``name``, and what it asks all there to do."""
         if number > self.barriers.get(name, 0):
-            self.arrived.setdefault((name, number), set()).add(rank)
-            self.wishes.setdefault((name, number), {})[rank] = wish
+            self.arrived.setdefault((name, number), {})[rank] = wish
             self.changed.notify_all()
 
     def absent(self, name: str, number: int) -> list[int]:
         """Returns the ranks that the ``number``-th barrier ``name`` still waits for."""
-        standing = self.arrived.get((name, number), set())
+        standing = self.arrived.get((name, number), {})
         return [worker.rank for worker in self.active() if worker.rank not in standing]
 
     def note_stuck(self, after_s: float) -> None:
@@ -346,8 +344,9 @@ class JobState:
             return
         if time.monotonic() - max(since for _, since in standing.values()) >= after_s:
             self.stuck = dict.fromkeys(standing, self.account())
-            for ranks in self.arrived.values():
-                ranks -= standing.keys()
+            for wishes in self.arrived.values():
+                for rank in standing:
+                    wishes.pop(rank, None)
             self.changed.notify_all()
 
     def account(self) -> str:
@@ -366,9 +365,9 @@ class JobState:
     def settle_barriers(self) -> dict[str, int]:
         """Opens every barrier at which all active workers stand; returns the numbers of those that opened."""
         opened = {}
-        for (name, number), ranks in sorted(self.arrived.items()):
-            if all(worker.rank in ranks for worker in self.active()):
-                self.pass_barrier(name, number, self._new_key(self.wishes[name, number]))
+        for (name, number), wishes in sorted(self.arrived.items()):
+            if all(worker.rank in wishes for worker in self.active()):
+                self.pass_barrier(name, number, self._new_key(wishes))
                 opened[name] = number
         if opened:
             self.changed.notify_all()
@@ -396,8 +395,6 @@ class JobState:
             self.keys[name] = key
         for place in [p for p in self.arrived if p[0] == name and p[1] <= self.barriers[name]]:
             del self.arrived[place]
-        for place in [p for p in self.wishes if p[0] == name and p[1] <= self.barriers[name]]:
-            del self.wishes[place]
 
     def wait_for(self, predicate: Callable[[], bool], beat: Callable[[], None], beat_s: float = 2.0) -> None:
         """Waits until ``predicate`` holds, calling ``beat`` outside the lock every ``beat_s`` seconds.

@@ -176,7 +176,7 @@ def test_the_key_of_a_barrier_says_who_asks_for_something_else(tmp_path):
                 keys[rank] = clients[rank].barrier("x", "call", wishes[rank])
 
             in_threads(*(partial(come, rank) for rank in range(3)))
-            assert not service.servers[0].state.job.wishes
+            assert not service.servers[0].state.job.arrived
             (key,) = set(keys)
             return key
 
