@@ -346,7 +346,7 @@ class Client:
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
-        everywhere = ends_step and (self.staleness is not None or positions is not None)
+        everywhere = changed is not None or (ends_step and (self.staleness is not None or positions is not None))
         flags = MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
         ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {}, changed)
         self.step = max(self.step, step)

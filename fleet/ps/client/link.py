@@ -324,7 +324,8 @@ class Link:
         if self._connection is None:
             raise ConnectionLost(f"{self.name} is not connected.")
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
-        waits = self._connection.shares_memory and bool(self._pending and self._pending[0].flags & MessageFlag.VALUES)
+        is_pushed = bool(self._pending and self._pending[0].flags & MessageFlag.VALUES)
+        waits = is_pushed and self._connection.shares_memory and self.welcome.get("mode") == "sync"
         began = time.monotonic()
         if waits and self._last_wait_s < self._spin_s:
             self._connection.comes(self._spin_s, spin=True)

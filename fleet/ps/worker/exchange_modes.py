@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.client import Client, Ticket
+from fleet.ps.client.client import Client, TakeChanged, Ticket
 from fleet.ps.client.merge import with_distinct_ids
 from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.row_replicas import OLD_S, make_replicas
-from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
+from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, Push, SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
@@ -294,36 +294,42 @@ class _Mailbox:
     def __init__(self, plan: TablePlan) -> None:
         self._plan = plan
         self._lock = threading.Lock()
-        self._ticket: Ticket | None = None
+        self._arrived: tuple[Mapping[int, Rows], int] | None = None
         self._spare: Mapping[int, Rows] | None = None  # for the next values: new memory costs as much as receiving
         self.reached = 0  # the parameters hold every worker's steps up to this one, where the servers count them
 
     def receive(self, client: Client, wait_for_others: bool = False) -> None:
         """Pulls the dense tables."""
         if self._plan.dense:
-            with self._lock:
-                spare, self._spare = self._spare, None
-            ticket = client.pull(self._plan.dense_ids, out=spare, wait_for_others=wait_for_others)
+            values = self._take_spare()
+            ticket = client.pull(self._plan.dense_ids, out=values, wait_for_others=wait_for_others)
             client.wait(ticket)
-            with self._lock:
-                if self._ticket is not None:
-                    self._spare = self._ticket.result
-                self._ticket = ticket
+            self._put(values, ticket)
+
+    def exchange(self, client: Client, push: Push, changed: TakeChanged | None = None) -> None:
+        """Makes a push whose answer brings the dense tables, and the rows that ``changed`` takes."""
+        values = self._take_spare()
+        ticket = push(out={table_id: partial(_fill, rows) for table_id, rows in values.items()}, changed=changed)
+        client.wait(ticket)
+        rest = {table_id: rows for table_id, rows in values.items() if table_id not in ticket.given}
+        if rest:  # they had no gradient
+            client.wait(client.pull(dict.fromkeys(rest), out=rest, wait_for_others=False))
+        if values:
+            self._put(values, ticket)
 
     @property
     def is_full(self) -> bool:
         """Whether values have arrived."""
-        return self._ticket is not None
+        return self._arrived is not None
 
     def deliver(self, only_new: bool = False) -> None:
         """Copies what has arrived into the parameters; with ``only_new`` unless they have the same values already."""
         with self._lock:
-            ticket = self._ticket
-            self._ticket = None
-        if ticket is None:
+            arrived, self._arrived = self._arrived, None
+        if arrived is None:
             return
-        self.reached = ticket.reached or 0
-        values, watch = ticket.result, self._plan.watch
+        values, self.reached = arrived
+        watch = self._plan.watch
         kept = watch.values or {}
         if only_new and kept and not watch.is_excused and all(np.array_equal(kept[key], values[key]) for key in kept):
             return
@@ -332,6 +338,21 @@ class _Mailbox:
         watch.note(values)
         with self._lock:
             self._spare = kept
+
+    def _take_spare(self) -> Mapping[int, Rows]:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare or {part.table_id: np.empty(part.config.size, np.float32) for part in self._plan.dense}
+
+    def _put(self, values: Mapping[int, Rows], ticket: Ticket) -> None:
+        with self._lock:
+            if self._arrived is not None:
+                self._spare = self._arrived[0]
+            self._arrived = values, ticket.reached or 0
+
+
+def _fill(rows: Rows, values: Rows, start: int = 0) -> None:
+    rows[start : start + len(values)] = values
 
 
 class _ServersOwn:
@@ -454,7 +475,19 @@ class AsyncExchange(_ServersOwn):
         if self._bound is None:
             # No pull makes training wait for its servers; unless lookups do, training would only fill the queues.
             self._replicas = make_replicas(self._others[-1], plan, OLD_S, lambda: self._sender.keep_up())
-        self._sender = AsyncSender(self._others, config, self._receive, additive)
+        # With a bound values must say which steps they hold, and others' clients do not push all tables.
+        is_one = self._bound is None and len(self._others) == 1
+        self._sender = AsyncSender(self._others, config, self._receive, additive, self._exchange if is_one else None)
+
+    def _exchange(self, client: Client, push: Push) -> None:
+        if self._replicas is None:
+            self._mailbox.exchange(client, push)
+        elif self._replicas.is_due:
+            with self._replicas.receiving() as changed:
+                self._mailbox.exchange(client, push, changed)
+        else:  # an answer brings rows, too
+            client.wait(push())
+            self._receive(client)
 
     def _receive(self, client: Client) -> None:
         self._mailbox.receive(client)

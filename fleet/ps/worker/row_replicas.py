@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from fleet.ps.client.client import Client
+from fleet.ps.client.client import Client, TakeChanged
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.table.ids import in_pieces
 from fleet.ps.wire.messages import MessageError
@@ -37,6 +37,7 @@ __all__ = ["OLD_S", "RowReplicas", "make_replicas"]
 OLD_S = 0.2
 _MOST_WORKERS = 4  # each receives what all of them change; with more, the rows of its own batches are fewer
 _REST_TIMES = 9.0
+_PUSH_REST_TIMES = 3.0  # the push takes most of that time; after a large one the sender rests for longer
 
 
 def make_replicas(
@@ -93,11 +94,30 @@ class RowReplicas:
         self._is_incomplete = False
         self._read_all()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the last answer that a thread which does not train has received is no longer recent."""
+        return time.monotonic() > self._rests_until
+
     def receive(self) -> None:
-        """Asks for what has changed, unless the last answer is recent; for a thread that does not train."""
-        if time.monotonic() > self._rests_until:
+        """Asks for what has changed, if that :attr:`is_due`; for a thread that does not train."""
+        if self.is_due:
             with self._asking:
                 self._ask()
+
+    @contextmanager
+    def receiving(self) -> Iterator[TakeChanged]:
+        """Yields what takes the answers to a push that is made and waited for inside, by a thread that does not train.
+
+        What arrives waits for the next lookup.
+        """
+        with self._asking:
+            began = time.monotonic()
+            yield self._take
+            if self._is_incomplete:
+                self._is_incomplete = False
+                self._ask_anew()
+            self._note_answer(began, _PUSH_REST_TIMES)
 
     def bring(self, old_s: float) -> None:
         """Brings the weights up to date if they are older than ``old_s`` seconds."""
@@ -107,7 +127,7 @@ class RowReplicas:
         self._write()
 
     @contextmanager
-    def pushing(self) -> Iterator[Callable[[Mapping[int, tuple[Keys, Rows]]], None]]:
+    def pushing(self) -> Iterator[TakeChanged]:
         """Yields what takes the answers to a push that is made and waited for inside; the weights have their rows then.
 
         Other threads ask nothing meanwhile: an answer to them might hold older rows.
@@ -149,10 +169,13 @@ class RowReplicas:
 
     def _read_all(self) -> None:
         with self._asking:
-            self._client.watch(list(self._weights))
-            self._ask_all()
+            self._ask_anew()
             self._received_at = time.monotonic()
         self.bring(math.inf)
+
+    def _ask_anew(self) -> None:
+        self._client.watch(list(self._weights))
+        self._ask_all()
 
     def _ask(self) -> None:
         began = time.monotonic()
@@ -161,9 +184,13 @@ class RowReplicas:
             self._ask_all()
         else:
             self._arrived.append(changes)
+        self._note_answer(began, _REST_TIMES)
+
+    def _note_answer(self, began: float, times: float) -> None:
+        """Notes that the rows are those of ``began``; the next question rests so many ``times`` what this one took."""
         self._received_at = began
         now = time.monotonic()
-        self._rests_until = now + min(_REST_TIMES * (now - began), OLD_S)
+        self._rests_until = now + min(times * (now - began), OLD_S)
 
     def _ask_all(self) -> None:
         for table_id, weight in self._weights.items():

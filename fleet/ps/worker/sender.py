@@ -30,12 +30,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.client.client import Client
+from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.merge import merge_gradients, with_distinct_ids
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.wire.positions import Positions
@@ -45,12 +46,15 @@ __all__ = [
     "GradientQueue",
     "HalfAsyncSender",
     "LateGradient",
+    "Push",
     "SenderConfig",
     "StepCount",
     "Waiting",
     "by_step",
     "sum_waiting",
 ]
+
+Push = Callable[..., Ticket]  # a push to be made, with what takes its answer: ``out`` and ``changed`` of Client.push
 
 _POLL_S = 0.01
 # After a push of at least so many bytes of dense gradients the sender rests, for this multiple of the time that the
@@ -193,6 +197,8 @@ class AsyncSender:
             when parameters are received in their own thread.
         config: the queues.
         receive: called with a client whenever parameters are due; ``None`` receives none.
+        exchange: makes a push after which parameters are due and takes them from its answer, where one thread does
+            both; by default ``receive`` is called then.
         additive: tables for which one update with a sum equals separate updates. While ``max_merge_var_num`` is 1, one
             push carries everything that waits for them.
     """
@@ -203,6 +209,7 @@ class AsyncSender:
         config: SenderConfig,
         receive: Callable[[Client], None] | None = None,
         additive: Collection[int] = (),
+        exchange: Callable[[Client, Push], None] | None = None,
     ) -> None:
         wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
         if len(clients) != wanted:
@@ -210,6 +217,7 @@ class AsyncSender:
         self.config = config
         self._clients = list(clients)
         self._receive = receive
+        self._exchange = exchange
         self._additive = frozenset(additive)
         self._changed = threading.Condition()
         self._queues = {table: GradientQueue() for table in sorted(clients[0].tables)}
@@ -381,22 +389,31 @@ class AsyncSender:
                     self._count.sending[index] = min(item.first for items in taken.values() for item in items)
                 self._changed.notify_all()
             began = time.monotonic()
-            for step, group in by_step(taken).items():
-                total = {table: sum_waiting(client, table, items) for table, items in group.items()}
-                positions = self._positions_at(step)
-                client.wait(client.push(total, step=step, ends_step=self._count is None, positions=positions))
-            self._tell(index, client)
-            with self._changed:
-                self._sent += sum(item.count for items in taken.values() for item in items)
-                due = self._receive_due() and not self.config.independent_recv_thread
-                if due:
-                    self._sent = 0
-            if due and self._receive is not None:
-                self._receive(client)
+            self._send(index, client, taken)
             self._rest(index, began, taken)
             with self._changed:
                 self._busy[index] = False
                 self._changed.notify_all()
+
+    def _send(self, index: int, client: Client, taken: Mapping[int, list[Waiting]]) -> None:
+        """Pushes what was taken, and receives parameters if that is due."""
+        count = sum(item.count for items in taken.values() for item in items)
+        is_due = self._receive_due(count) and not self.config.independent_recv_thread
+        groups = by_step(taken)
+        last = max(groups, default=0) if is_due and self._exchange is not None else 0
+        for step, group in groups.items():
+            total = {table: sum_waiting(client, table, items) for table, items in group.items()}
+            positions = self._positions_at(step)
+            push = partial(client.push, total, step=step, ends_step=self._count is None, positions=positions)
+            if step == last and self._exchange is not None:
+                self._exchange(client, push)
+            else:
+                client.wait(push())
+        self._tell(index, client)
+        with self._changed:
+            self._sent = 0 if is_due else self._sent + count
+        if is_due and not last and self._receive is not None:
+            self._receive(client)
 
     def _has_work(self, index: int) -> bool:
         return any(self._mine[index].values()) or (index == 0 and self._has_news())
@@ -493,8 +510,9 @@ class AsyncSender:
                 steps[int(table)] = max(int(step), steps.get(int(table), 0))
         return steps
 
-    def _receive_due(self) -> bool:
-        return self._receive is not None and self._sent >= self.config.min_send_grad_num_before_recv
+    def _receive_due(self, more: int = 0) -> bool:
+        """Returns whether parameters are due once ``more`` gradients are sent."""
+        return self._receive is not None and self._sent + more >= self.config.min_send_grad_num_before_recv
 
     def _receive_loop(self, index: int) -> None:
         assert self._receive is not None
