@@ -398,9 +398,9 @@ class AsyncSender:
     def _send(self, index: int, client: Client, taken: Mapping[int, list[Waiting]]) -> None:
         """Pushes what was taken, and receives parameters if that is due."""
         count = sum(item.count for items in taken.values() for item in items)
-        is_due = self._receive_due(count) and not self.config.independent_recv_thread
         groups = by_step(taken)
-        last = max(groups, default=0) if is_due and self._exchange is not None else 0
+        # Where several threads send, only what has been sent by all of them says.
+        last = max(groups, default=0) if self._exchange is not None and self._receive_due(count) else 0
         for step, group in groups.items():
             total = {table: sum_waiting(client, table, items) for table, items in group.items()}
             positions = self._positions_at(step)
@@ -411,7 +411,10 @@ class AsyncSender:
                 client.wait(push())
         self._tell(index, client)
         with self._changed:
-            self._sent = 0 if is_due else self._sent + count
+            self._sent += count
+            is_due = self._receive_due() and not self.config.independent_recv_thread
+            if is_due:
+                self._sent = 0
         if is_due and not last and self._receive is not None:
             self._receive(client)
 

@@ -158,6 +158,26 @@ def test_parameters_are_received_after_enough_sends(independent, least):
         assert received[-1][1] == -8
 
 
+def test_threads_count_what_all_of_them_have_sent():
+    """Two tables and two threads: each sends one gradient of a step, and the second one makes the fetch due."""
+    with serving() as service:
+        received, together = [], threading.Barrier(2)
+        config = SenderConfig(thread_pool_size=2, min_send_grad_num_before_recv=2)
+        sender, clients, _ = sending(service, config, lambda client: received.append(client))
+        for client in clients:
+
+            def push(*args, push=client.push, **how):
+                together.wait(10)  # both have looked at the count, if they do so before
+                return push(*args, **how)
+
+            client.push = push
+        for step in range(1, 6):
+            sender.put({0: gradient([1]), 1: np.ones(5, np.float32)}, step=step)
+            sender.flush()
+            assert len(received) == step
+        sender.stop()
+
+
 def test_a_lost_server_is_raised_where_the_worker_trains():
     with serving() as service:
         sender, _, _ = sending(service, SenderConfig(), deadline_s=0.5)
