@@ -72,6 +72,7 @@ def test_a_standby_that_does_not_obey(tmp_path: Path, monkeypatch: pytest.Monkey
         client.wait(client.push({0: gradient([1])}))
         np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
         del follower._take_over
+        monkeypatch.undo()  # a busy machine may take longer than the limits above
         until(lambda: pair.leader.joined)
         assert pair.switch(0) == {"leads": SECOND}
         np.testing.assert_array_equal(rows(client, [1])[:, 0], [-2])
