@@ -475,7 +475,7 @@ class AsyncExchange(_ServersOwn):
         if self._bound is None:
             # No pull makes training wait for its servers; unless lookups do, training would only fill the queues.
             self._replicas = make_replicas(self._others[-1], plan, OLD_S, lambda: self._sender.keep_up())
-        # With a bound values must say which steps they hold, and others' clients do not push all tables.
+        # With a bound the values must say which steps they hold; with several threads no push has all tables.
         is_one = self._bound is None and len(self._others) == 1
         self._sender = AsyncSender(self._others, config, self._receive, additive, self._exchange if is_one else None)
 

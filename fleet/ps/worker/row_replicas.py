@@ -5,7 +5,8 @@ others, is brought from the servers: with the answer to each push (sync), or in 
 are (async).
 
 [Note: How old a replica may be]
-Async: the sending thread asks after its pushes, and then rests nine times as long as the answer took. A lookup that
+Async: the answer to a push of the sending thread has what has changed; the next ones do not for three times as long as
+that took. Where threads share the work, one asks after its pushes, and rests nine times as long. A lookup that
 finds its rows older than ``old_s`` asks itself. What arrives waits for the next lookup, in whichever thread of the
 script it is; the sending thread writes to no weight. Sync: the answer to a push has all that the step changed, and
 nobody steps without this worker unless it stands at a barrier.

@@ -4,7 +4,7 @@ Each table has a queue. ``put`` blocks while a queue is full; threads take what 
 With SGD k merged gradients equal k separate updates; rules with state see one larger gradient instead. So a table of
 plain SGD is merged even where ``max_merge_var_num`` is 1: what arrived while the sender was busy is one push.
 
-After a large push the sender rests, so that it takes at most a tenth of the time: the dense parameters travel as a
+After a large push the sender rests, so that it takes at most a thirteenth of the time: the dense parameters travel as a
 whole, whatever the batch, and would cost more than the steps of small batches. That makes gradients older, in
 proportion to what an exchange takes; a short exchange is followed by no rest.
 
@@ -59,7 +59,7 @@ Push = Callable[..., Ticket]  # a push to be made, with what takes its answer: `
 _POLL_S = 0.01
 # After a push of at least so many bytes of dense gradients the sender rests, for this multiple of the time that the
 # exchange took, but no longer than the limit: the push may have waited for a server to come back.
-_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 9.0, 1.0
+_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 12.0, 1.0
 
 
 class LateGradient(Protocol):
