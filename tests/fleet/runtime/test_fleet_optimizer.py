@@ -16,6 +16,7 @@ from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.whole_states import WholeStates
+from tests.helpers.fleets import own_fleet
 from tests.helpers.workers import run_workers
 
 
@@ -306,8 +307,9 @@ def test_the_static_loop_on_two_workers() -> None:
             torch.testing.assert_close(values, expected, atol=loose, rtol=loose, msg=lambda m, name=name: f"{name} {m}")
 
 
-def test_a_part_of_a_merged_update_is_refused() -> None:
+def test_a_part_of_a_merged_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """B.4: parameter_list restricts one update; with gradient_merge an update takes several calls."""
+    own = own_fleet(monkeypatch)
     strategy = fleet.DistributedStrategy()
     strategy.gradient_merge = True
     strategy.gradient_merge_configs = {"k_steps": 2}
@@ -318,3 +320,4 @@ def test_a_part_of_a_merged_update_is_refused() -> None:
     optimizer.minimize(loss_of(model), parameter_list=net.parameters())
     with pytest.raises(ConfigError, match="several batches"):
         optimizer.minimize(loss_of(model), parameter_list=net[1].parameters())
+    own.session.close()
