@@ -116,7 +116,6 @@ class RowReplicas:
             began = time.monotonic()
             yield self._take
             if self._is_incomplete:
-                self._is_incomplete = False
                 self._ask_anew()
             self._note_answer(began, _PUSH_REST_TIMES)
 
@@ -135,10 +134,9 @@ class RowReplicas:
         """
         with self._asking:
             yield self._take
+            if self._is_incomplete:
+                self._ask_anew()
         self._write()
-        if self._is_incomplete:
-            self._read_all()
-            self._is_incomplete = False
 
     def _take(self, changes: Mapping[int, tuple[Keys, Rows]]) -> None:
         for table_id, (_, rows) in changes.items():
@@ -177,6 +175,7 @@ class RowReplicas:
     def _ask_anew(self) -> None:
         self._client.watch(list(self._weights))
         self._ask_all()
+        self._is_incomplete = False
 
     def _ask(self) -> None:
         began = time.monotonic()

@@ -399,7 +399,7 @@ class AsyncSender:
         """Pushes what was taken, and receives parameters if that is due."""
         count = sum(item.count for items in taken.values() for item in items)
         groups = by_step(taken)
-        # Where several threads send, only what has been sent by all of them says.
+        # Only one thread sends where there is an exchange, so nobody else counts meanwhile.
         last = max(groups, default=0) if self._exchange is not None and self._receive_due(count) else 0
         for step, group in groups.items():
             total = {table: sum_waiting(client, table, items) for table, items in group.items()}

@@ -25,6 +25,7 @@ from tests.fleet.ps.service import SPARSE, gradient, replica, rows, serving
 from tests.helpers.served import RowSum
 
 RATE, ROWS = 0.05, 12
+PUSH, EXCHANGE, PULL = (Op.PUSH, False), (Op.PUSH, True), (Op.PULL, True)
 
 
 def made(**configs: Any) -> fleet.DistributedStrategy:
@@ -39,14 +40,14 @@ def exchange_of(own: Fleet) -> AsyncExchange:
     return exchange
 
 
-def messages(monkeypatch: pytest.MonkeyPatch, client: Client) -> list[Op]:
-    """Collects what the links of ``client`` send from now on."""
-    sent: list[Op] = []
+def messages(monkeypatch: pytest.MonkeyPatch, client: Client) -> list[tuple[Op, bool]]:
+    """Collects what the links of ``client`` send from now on, and whether the answer is to bring values or rows."""
+    sent: list[tuple[Op, bool]] = []
     for link in client._links:
         submit = link.submit
 
         def noting(request: Any, submit: Any = submit) -> Any:
-            sent.append(request.op)
+            sent.append((request.op, request.asks_rows))
             return submit(request)
 
         monkeypatch.setattr(link, "submit", noting)
@@ -57,14 +58,16 @@ def messages(monkeypatch: pytest.MonkeyPatch, client: Client) -> list[Op]:
 @pytest.mark.parametrize(
     ("configs", "expected"),
     [
-        ({}, [Op.PUSH] * 4),
-        ({"min_send_grad_num_before_recv": 4}, [Op.PUSH] * 4),  # of two tables: a fetch after every second step
+        ({}, [EXCHANGE] * 4),
+        ({"min_send_grad_num_before_recv": 4}, [PUSH, EXCHANGE] * 2),  # of two tables: a fetch after every second step
         ({"thread_pool_size": 2}, None),
         ({"max_staleness": 8}, None),
     ],
     ids=str,
 )
-def test_a_step_is_one_message(configs: Any, expected: list[Op] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_one_message(
+    configs: Any, expected: list[tuple[Op, bool]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a thread for each table and with a bound the fetch is a message of its own."""
     own = Fleet()
     own.init(strategy=made(**configs), log_level="WARNING")
@@ -86,7 +89,7 @@ def test_a_step_is_one_message(configs: Any, expected: list[Op] | None, monkeypa
             each.step()
         exchange._sender.flush()
         exchange._mailbox.deliver()
-    assert sent == expected if expected else Op.PULL in sent
+    assert sent == expected if expected else PULL in sent and EXCHANGE not in sent
     own.stop_worker()
     if not configs:  # the others may begin a step without the one before it
         torch.testing.assert_close(model.emb.weight.detach(), plain.emb.weight.detach(), atol=1e-6, rtol=0)
@@ -108,7 +111,7 @@ def test_parameters_come_without_rows_while_those_are_recent(monkeypatch: pytest
     model(torch.tensor([[1]])).sum().backward()
     optimizer.step()
     exchange._sender.flush()
-    assert sent == [Op.PUSH, Op.PULL]
+    assert sent == [PUSH, PULL]
     assert exchange._mailbox.is_full
     own.stop_worker()
     own.session.close()
@@ -148,7 +151,7 @@ def test_parameters_that_had_no_gradient_come_too(monkeypatch: pytest.MonkeyPatc
         exchange._mailbox.deliver()
         moved = [not torch.equal(p, was) for p, was in zip(net.layers.parameters(), before, strict=True)]
         assert moved == [layer == 0, layer == 0, layer == 1, layer == 1]
-    assert sent == [Op.PUSH, Op.PULL] * 2
+    assert sent == [EXCHANGE, PULL] * 2
     assert max(float(p.detach().abs().max()) for p in net.layers.parameters()) < 2.0
     own.stop_worker()
     own.session.close()
