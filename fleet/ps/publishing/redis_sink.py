@@ -2,8 +2,9 @@
 
 Row 7 of table ``ads`` of job ``shop`` is the key ``fleet:shop:ads:7``; its bytes are what ``pack_rows`` makes.
 The hash ``fleet:shop:ads`` says how (``values``, ``dim``), and the hash ``fleet:shop:position`` has one field for each
-server: JSON with its history, watermark, step and the time of its oldest change. A delta is one transaction: rows and
-position change together, and not at all when the position is another than the one the delta continues.
+server: JSON with its history, watermark, step, the time of its oldest change, and ``values``. A delta is one
+transaction: rows and position change together, and not at all when the position is another than the one the delta
+continues.
 """
 
 from __future__ import annotations
@@ -83,10 +84,23 @@ class RedisSink:
         self._known: set[str] = set()  # tables whose description is in Redis
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns (history, watermark) of what Redis holds of ``server``; raises PSError where it wants a password."""
+        """Returns (history, watermark) of what Redis holds of ``server``.
+
+        Raises:
+            ConfigError: Redis holds rows of this job in another form.
+            PSError: it wants a password.
+        """
         self._known.clear()
         with self._allowed():
-            return _position(self._redis.hget(self._positions, str(server)))
+            states = self._redis.hgetall(self._positions)
+        for state in states.values():
+            there = json.loads(state).get("values", self._values)  # earlier versions did not note it
+            if there != self._values:
+                raise ConfigError(
+                    f"Redis holds this job's rows as {there}, and these are {self._values}: a reader could not tell "
+                    f"them apart. {self._other_place()}"
+                )
+        return _position(states.get(str(server).encode()))
 
     def write(self, delta: Delta) -> None:
         """Writes ``delta`` in one transaction.
@@ -135,6 +149,7 @@ class RedisSink:
             "step": delta.step,
             "pushed_at": delta.pushed_at,
             "num_servers": delta.num_servers,
+            "values": self._values,
         }
         pipe.hset(self._positions, str(delta.server), json.dumps(state))
 
@@ -155,10 +170,12 @@ class RedisSink:
         if there != mine:
             raise ConfigError(
                 f"Redis holds table {rows.table!r} of this job as {there[0]} rows of dim {there[1]}, these are "
-                f"{mine[0]} rows of dim {mine[1]}, and a reader could not tell them apart. Give the job another name "
-                f"(PADDLE_JOB_ID), another database, or remove the keys {self._prefix}*."
+                f"{mine[0]} rows of dim {mine[1]}, and a reader could not tell them apart. {self._other_place()}"
             )
         return False
+
+    def _other_place(self) -> str:
+        return f"Give the job another name (PADDLE_JOB_ID), another database, or remove the keys {self._prefix}*."
 
     def _gone(self, pipe: Any, rows: RowsDelta, delta: Delta) -> Keys:
         """Returns the ids whose keys are removed; with a whole delta, this server's in Redis that have no row."""
