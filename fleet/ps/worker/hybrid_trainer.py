@@ -22,7 +22,7 @@ from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.files.archive import check_archive, check_parts
 from fleet.ps.files.row_file import open_plain, temporary_file
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
-from fleet.ps.worker.optimizer_state import check_state_shapes
+from fleet.ps.worker.optimizer_state import check_state
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.ps.worker.trainer_group import TrainerGroup
@@ -264,7 +264,7 @@ class HybridTrainer(Trainer):
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
             if not isinstance(state, dict) or any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
                 raise CheckpointError(f"{path} is not an optimizer state, which has a dict for each parameter.")
-            check_state_shapes(f"{path}", state, self._optimizer, self.plan.dense)
+            check_state(f"{path}", state, self._optimizer, self.plan.dense)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Nothing was loaded.") from error
         except Exception as error:
