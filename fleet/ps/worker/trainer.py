@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 import zlib
@@ -509,16 +510,31 @@ class Trainer:
         return found
 
     def _send_rates(self) -> None:
-        """Tells the servers when a scheduler has changed a rate; worker 0's schedule counts."""
-        if self.client.config.rank or self.config.mode == "geo":
+        """Tells the servers when a scheduler has changed a rate; worker 0's schedule counts.
+
+        Raises:
+            ConfigError: a rate is negative or not finite.
+        """
+        if self.config.mode == "geo":
             return
-        for part in self._parts():
-            rate = part.rate()
-            if rate is not None and rate != self._rates.get(part.table_id):
-                if isinstance(self._exchange, SyncExchange):
-                    self._exchange.settle()  # a server without a share in this step may wait for the previous one
-                self.client.alter(part.table_id, LEARNING_RATE, value=rate)
-                self._rates[part.table_id] = rate
+        rates = [(part, part.rate()) for part in self._parts()]
+        changed = {p.table_id: rate for p, rate in rates if rate is not None and rate != self._rates.get(p.table_id)}
+        if not changed:
+            return
+        for part, rate in rates:
+            if rate is not None and not 0 <= rate < math.inf:
+                raise ConfigError(
+                    f"optimizer.step(): the learning rate of {part.config.name!r} is {rate}; it must be finite and not "
+                    "negative. Look at the scheduler, or at what sets group['lr']."
+                )
+        exchange = self._exchange
+        if isinstance(exchange, AsyncExchange):
+            exchange.meeting()  # the servers apply what waits with the rate that it was computed for
+        elif isinstance(exchange, SyncExchange) and not self.client.config.rank:
+            exchange.settle()  # a server without a share in this step may wait for the previous one
+        self._rates.update(changed)
+        for table_id, rate in changed.items() if not self.client.config.rank else ():
+            self.client.alter(table_id, LEARNING_RATE, value=rate)
 
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
         rank = self.client.config.rank

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.errors import ConfigError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.wire.messages import Op
@@ -250,3 +251,58 @@ def test_rows_of_a_push_that_failed_are_not_taken_for_new() -> None:
             step(client, one, 1)
         assert one._received_at == received
         assert one._asking.acquire(blocking=False)
+
+
+class Ones(nn.Module):
+    """Rows and enough dense elements for the sender to rest after a push; every gradient is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(4, 3, sparse=True)
+        self.many = nn.Parameter(torch.zeros(1 << 17))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.emb(ids).sum() + self.many.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize(
+    "configs", [{}, {"max_merge_var_num": 8}, {"max_staleness": 8, "max_merge_var_num": 8}], ids=str
+)
+@pytest.mark.parametrize("schedule", [lambda step: 0.8**step, lambda step: float(step < 5)], ids=["falls", "stops"])
+def test_what_waits_is_applied_with_the_rate_it_was_computed_for(configs: Any, schedule: Any) -> None:
+    own = Fleet()
+    own.init(strategy=made(**configs), log_level="WARNING")
+    net, plain = Ones(), Ones()
+    plain.load_state_dict(net.state_dict())
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made(**configs))
+    model = own.distributed_model(net)
+    own.init_worker()
+    alone = torch.optim.SGD(plain.parameters(), RATE)
+    for trained, each in ((model, optimizer), (plain, alone)):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(each, schedule)
+        for _ in range(12):
+            trained(torch.arange(4)).backward()
+            each.step()
+            each.zero_grad()
+            scheduler.step()
+    own.stop_worker()
+    torch.testing.assert_close(net.emb.weight.detach(), plain.emb.weight.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(net.many.detach(), plain.many.detach(), atol=1e-6, rtol=0)
+    own.session.close()
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
+def test_a_rate_that_no_table_takes_is_refused_before_anything_is_pushed(rate: float) -> None:
+    own = Fleet()
+    own.init(strategy=made(), log_level="WARNING")
+    net = RowSum(ROWS)
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made())
+    model = own.distributed_model(net)
+    own.init_worker()
+    model(torch.tensor([[1]])).sum().backward()
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ConfigError, match=rf"learning rate of '.*' is {rate}; it must be finite and not negative"):
+        optimizer.step()
+    assert exchange_of(own).client.step == 0
+    own.session.close()
