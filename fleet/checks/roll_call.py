@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -180,7 +180,7 @@ class RollCall:
                 absent = [rank for rank in range(self._world_size) if rank not in present]
                 if any(self._store.check([f"left/{rank}"]) for rank in absent) and not self._store.check(names):
                     self._refuse(call, where, absent, self.whereabouts())
-                self._check_restarts(call, where, absent)
+                self._refuse_restarted(f"{call} at {where}", absent)
                 look_at = now + _LOOK_EVERY_S
                 if now >= ask_at and absent:
                     self._ask(call, where, present, absent, now - began)
@@ -193,14 +193,30 @@ class RollCall:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
 
-    def _check_restarts(self, call: str, where: str, absent: list[int]) -> None:
-        """Raises RendezvousError when an absent worker was restarted alone: it waits for a new meeting of all."""
+    def check_restarted(self, absent: Sequence[int]) -> None:
+        """Raises RendezvousError when one of ``absent``, for which this worker waits, cannot come.
+
+        It was restarted alone and waits for a new meeting of all, or it served the rendezvous and has ended.
+        """
+        what = f"{user_line()} waits"
+        try:
+            if 0 in absent and not self._is_served():
+                raise dist.DistNetworkError
+            self._refuse_restarted(what, absent)
+        except dist.DistError as error:
+            raise RendezvousError(
+                f"{self._who} {what}: rank 0, which serves the rendezvous, has ended or cannot be reached. See its "
+                "log. This worker ends so that all join anew, as the launcher's --max_restart makes them; they resume "
+                "from the newest checkpoint."
+            ) from error
+
+    def _refuse_restarted(self, what: str, absent: Sequence[int]) -> None:
         again = [rank for rank in absent if self._root.check([restarted_key(rank)])]
         if again:
             raise RendezvousError(
-                f"{self._who} {call} at {where}: {self._named(again)} ended, was restarted and waits until all workers "
-                "join anew. This worker ends so that its own restart joins, as the launcher's --max_restart makes it; "
-                "without it, restart all workers. They resume from the newest checkpoint."
+                f"{self._who} {what}: {self._named(again)} ended, was restarted and waits until all workers join anew. "
+                "This worker ends so that its own restart joins, as the launcher's --max_restart makes it; without it, "
+                "restart all workers. They resume from the newest checkpoint."
             )
 
     def _clear(self, names: list[str], read: str) -> None:

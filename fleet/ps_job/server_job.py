@@ -433,7 +433,14 @@ class ServerJob:
 
         def make(channel: int) -> Client:
             config = replace(base, channel=channel, heartbeat=channel == 0)
-            return Client(config, transport=transport, notify=session.say, client_id=client_id, remainders=remainders)
+            return Client(
+                config,
+                transport=transport,
+                notify=session.say,
+                client_id=client_id,
+                remainders=remainders,
+                look_after=session.check_restarted,
+            )
 
         return make
 

@@ -126,6 +126,8 @@ class Client:
         notify: receives each line meant for the user.
         client_id: of the process, which may have several clients.
         remainders: what int8 gradients leave behind, of all clients of the process.
+        look_after: called with the ranks that a server waits for, every few seconds while this worker waits for the
+            server; may raise.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Client:
         notify: Callable[[str], None] = print,
         client_id: int | None = None,
         remainders: Remainders | None = None,
+        look_after: Callable[[Sequence[int]], None] = lambda ranks: None,
     ) -> None:
         self.config = config
         self._remainders = remainders or Remainders()
@@ -146,7 +149,8 @@ class Client:
         self.notify = notify
         self.client_id = client_id or secrets.randbits(64) | 1
         self._links = [
-            Link(config, index, self.client_id, self._transport, notify) for index in range(len(config.endpoints))
+            Link(config, index, self.client_id, self._transport, notify, look_after)
+            for index in range(len(config.endpoints))
         ]
         self._barriers: dict[str, int] = {}
         self._questions = 0

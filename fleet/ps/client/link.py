@@ -71,10 +71,17 @@ class Link:
         client_id: random number of this process.
         transport: how connections are made.
         notify: receives lines about a server that is away or waits.
+        look_after: called with the ranks that a server waits for, while this worker waits for its answer; may raise.
     """
 
     def __init__(
-        self, config: ClientConfig, index: int, client_id: int, transport: Transport, notify: Callable[[str], None]
+        self,
+        config: ClientConfig,
+        index: int,
+        client_id: int,
+        transport: Transport,
+        notify: Callable[[str], None],
+        look_after: Callable[[Sequence[int]], None] = lambda ranks: None,
     ) -> None:
         self.endpoint = config.endpoints[index]
         self.index = index
@@ -89,6 +96,8 @@ class Link:
         self._client_id = client_id
         self._transport = transport
         self._notify = notify
+        self._look_after = look_after
+        self._absent: list[int] = []  # for whom the server waits, as it said last
         self._connection: Sealed | None = None
         self._in_memory: Request | None = None  # the last one whose body is in shared memory
         self._pending: deque[Request] = deque()
@@ -193,11 +202,13 @@ class Link:
 
         Raises:
             PSError: the server refused it, failed, or is away for longer than the deadline.
+            FleetError: the server waits for a worker that does not come, see ``look_after``.
         """
         with self.lock:
             while not request.done:
                 self._ensure()
-                self._take_answer()
+                if not self._take_answer() and self._absent:
+                    self._look_after(self._absent)
         if request.error is not None:
             raise request.error
         return request.status
@@ -547,6 +558,7 @@ class Link:
 
     def _say_waiting(self, fields: dict[str, Any]) -> None:
         now = time.monotonic()
+        self._absent = [int(rank) for rank in fields.get("waiting_for") or ()]
         if fields.get("waiting_for") and now - self._said >= 10 * self._config.retry_interval_s:
             self._said = now
             self._notify(f"{self.name} waits for workers {fields['waiting_for']} at {fields.get('place')}")
