@@ -138,6 +138,7 @@ class RowLookup:
     # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to what the servers have now.
     # Only lookups that train read it.
     bring: Callable[[bool], None] | None
+    is_copy = False  # of the lookup of another module, with the same table
 
     def find(
         self,
@@ -279,6 +280,7 @@ class RowLookup:
     def __deepcopy__(self, memo: dict[int, object]) -> RowLookup:
         made = self._make()()
         made.source = self.source  # both modules read one table
+        made.is_copy = True
         return made
 
     def __reduce__(self) -> tuple[Callable[[], RowLookup], tuple[()]]:

@@ -199,9 +199,9 @@ class ServedWeight(_Operators, nn.Parameter):
         if module is not None:
             module.forget_gradients()
 
-    def _prepare(self, name: str, is_changed: bool) -> None:
+    def _prepare(self, name: str, is_changed: bool, averages: bool = False) -> None:
         module = _served_module(self)
-        if module is None:
+        if module is None or (is_changed and _is_empty_copy(module)):
             return
         label = module.lookup.label
         if "weight" not in module._parameters:  # weight_norm takes it away without a word, and then reads it
@@ -223,7 +223,7 @@ class ServedWeight(_Operators, nn.Parameter):
             if torch.is_grad_enabled() and self.requires_grad and len(self) > MANY_ROWS:
                 _warn_of_size(module, name, len(self))
             module.refresh()
-        elif name not in _SHOWS:
+        elif name not in _SHOWS and not averages:
             raise ConfigError(
                 f"{label}: {name} uses its weight, which is empty: it stands for rows on the parameter servers, and "
                 f"this would skip them all. {_BATCH} A loop over model.parameters() should skip p.numel() == 0."
@@ -244,9 +244,9 @@ class ServedRows(_Operators, Tensor):
         """Runs ``func``; raises ConfigError where it would change rows that are on the servers."""
         return _run(func, args, kwargs or {})
 
-    def _prepare(self, name: str, is_changed: bool) -> None:
+    def _prepare(self, name: str, is_changed: bool, averages: bool = False) -> None:
         module = _served_module(self) if is_changed else None
-        if module is not None:
+        if module is not None and not _is_empty_copy(module):
             _refuse_change(module, name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -271,8 +271,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         changed = _changed(name, args, kwargs)
         watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ServedWeight | ServedRows)]
+        # An average of models takes one empty weight into another.
+        averages = any(_is_empty_copy(_module_of(one)) for one in watched if any(one is other for other in changed))
         for leaf in watched:
-            leaf._prepare(name, any(leaf is one for one in changed))
+            leaf._prepare(name, any(leaf is one for one in changed), averages)
         found = func(*args, **kwargs)
         served = {_memory(leaf): leaf.__dict__["module"] for leaf in watched if _served_module(leaf) is not None}
         if not served:
@@ -301,6 +303,13 @@ def _served_module(tensor: ServedWeight | ServedRows) -> WatchesWeight | None:
     """Returns the module whose rows, on servers now, ``tensor`` stands for."""
     module = _module_of(tensor)
     return module if module is not None and module.lookup.trains() else None
+
+
+def _is_empty_copy(module: WatchesWeight | None) -> bool:
+    """Returns whether ``module`` is a copy, as in an average of models, whose weight has no room for rows."""
+    if module is None or module.holds_rows:
+        return False
+    return module.lookup.is_copy or not module.lookup.trains()
 
 
 def _guarded(found: Any, served: Mapping[int, Any]) -> Any:

@@ -164,3 +164,55 @@ def test_a_save_after_every_process_was_killed_and_started_again(tmp_path: Path)
         end(*processes)
     assert rows_of(tmp_path / "one") == [-1, -1, 0, 0, 0]
     assert rows_of(tmp_path / "two") == [-1, -1, -1, -1, 0]
+
+
+# In step 6 one worker is killed; in sync mode the other waits for it. Every gradient is 1, and so is its mean.
+SAVES_TOGETHER = """
+import os, pathlib, signal, sys
+import torch
+from fleet import fleet
+fleet.init()
+model = torch.nn.Sequential(torch.nn.Embedding(8, 2, sparse=True), torch.nn.Linear(2, 1))
+torch.nn.init.zeros_(model[0].weight)
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = False
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), strategy)
+model = fleet.distributed_model(model)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    sys.exit(0)
+rank = fleet.worker_index()
+checkpoint = fleet.elastic.Checkpoint("checkpoint", model, optimizer)
+checkpoint.resume()
+fleet.init_worker()
+for step in range(checkpoint.step, 12):
+    model[0](torch.tensor([step % 8, (step + rank) % 8])).sum().mul(0.5).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 6 and rank == int(os.environ["DIES"]) and not pathlib.Path("died").exists():
+        pathlib.Path("died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step % 4 == 3:
+        checkpoint.save(0)
+fleet.barrier_worker()
+if rank == 0:
+    torch.save(model[0].weight.detach().clone(), "weight.pt")
+fleet.stop_worker()
+"""
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_worker_that_waits_for_a_restarted_one_ends_before_the_lease(tmp_path: Path, dies: int) -> None:
+    """Nobody trains alone meanwhile: both go on from the checkpoint, and each step counts once."""
+    flags = ("--server_num=1", "--worker_num=2", "--max_restart=3")
+    began = time.monotonic()
+    with Launcher(tmp_path, SAVES_TOGETHER, *flags, env={"DIES": str(dies)}) as job:
+        assert job.wait(CAP_S) == 0, job.stderr + job.log(f"workerlog.{1 - dies}")
+    assert time.monotonic() - began < 55  # the lease is 60 s
+    expected = torch.zeros(8, 2)
+    for step in range(12):
+        for rank in range(2):
+            for place in (step % 8, (step + rank) % 8):
+                expected[place] -= 0.25
+    torch.testing.assert_close(torch.load(tmp_path / "weight.pt", weights_only=True), expected)

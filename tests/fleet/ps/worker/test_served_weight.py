@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fleet
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
@@ -316,5 +317,40 @@ def test_a_hook_on_the_gradient_of_rows_is_refused(name: str) -> None:
     ids, target = data()[0]
     F.mse_loss(model(ids), target).backward()
     optimizer.step()  # Fleet's own hooks are not the script's
+    own.stop_worker()
+    own.session.close()
+
+
+@pytest.mark.parametrize("is_made_before", [True, False])
+@pytest.mark.parametrize("options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {}], ids=["ema", "swa"])
+def test_an_average_of_a_model_with_unbounded_ids(options: Any, is_made_before: bool) -> None:
+    """Parameters are averaged as in plain torch; the empty weight has nothing to average, and stays protected here."""
+    own = Fleet()
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = False
+    own.init(strategy=strategy, log_level="WARNING")
+    net = nn.Sequential(fleet.SparseEmbedding(4, combiner="sum"), nn.Linear(4, 1))
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1), strategy)
+    model = own.distributed_model(net)
+    average, own_average = (AveragedModel(net, **options), copy.deepcopy(net)) if is_made_before else (None, None)
+    own.init_worker()
+    average, own_average = average or AveragedModel(net, **options), own_average or copy.deepcopy(net)
+    plain, by_hand = AveragedModel(nn.Linear(4, 1), **options), net[1].weight.detach().clone()
+    for step in range(3):
+        model(torch.tensor([[step, 5]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(net)
+        plain.update_parameters(net[1])
+        with torch.no_grad():
+            by_hand.mul_(0.9).add_(net[1].weight, alpha=0.1)
+            for mean, parameter in zip(own_average.parameters(), net.parameters(), strict=True):
+                mean.mul_(0.9).add_(parameter, alpha=0.1)
+    torch.testing.assert_close(average.module[1].weight, plain.module.weight, atol=0, rtol=0)
+    torch.testing.assert_close(own_average[1].weight, by_hand, atol=0, rtol=0)
+    with pytest.raises(ConfigError, match="mul_ would change its weight here"), torch.no_grad():
+        net[0].weight.mul_(0.9)
+    with pytest.raises(ConfigError, match="which is empty"):
+        net[0].weight.square().sum()
     own.stop_worker()
     own.session.close()
