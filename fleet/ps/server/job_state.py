@@ -23,7 +23,7 @@ from typing import Any
 from fleet.errors import PSError
 from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
-from fleet.ps.wire.messages import DISAGREE, LOAD_WISH, Buffer, TablePart
+from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH, Buffer, TablePart
 
 __all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
 
@@ -374,16 +374,19 @@ class JobState:
         return opened
 
     def _new_key(self, wishes: dict[int, str]) -> str:
-        """Returns the key of a barrier that opens: who asks for what, where one asks for a load and another does not.
+        """Returns the key of a barrier that opens: who asks for what, where these cannot all be done.
 
-        Saves and shrinks of others go together: a worker that was killed in one repeats it, while the others, who have
-        finished it, are at their next.
+        They cannot where one asks for a load and another does not, or two for different saves to one place. Other saves
+        and shrinks go together: a worker that was killed in one repeats it, while the others, who have finished it, are
+        at their next.
         """
         ranks: dict[str, list[int]] = {}
         for worker in self.active():  # one that was lost while it stood there says nothing any longer
             if wish := wishes.get(worker.rank):
                 ranks.setdefault(wish, []).append(worker.rank)
-        if len(ranks) < 2 or not any(wish.startswith(LOAD_WISH) for wish in ranks):
+        places = [place for wish in ranks if (place := wish.rpartition(HOW_WISHED)[0])]
+        clashes = len(set(places)) < len(places)
+        if len(ranks) < 2 or not (clashes or any(wish.startswith(LOAD_WISH) for wish in ranks)):
             return secrets.token_hex(8)
         found = [f"{_named(some)} to {wish}" for wish, some in ranks.items()]
         return DISAGREE + "; ".join(found[:_SHOWN]) + "; and others" * (len(found) > _SHOWN)

@@ -49,6 +49,7 @@ VERSION = 2
 MAX_BODY_BYTES = 1 << 28
 DISAGREE = "disagree: "  # begins the key of a barrier whose workers do not ask for the same; who asks for what follows
 LOAD_WISH = "load "  # begins what a worker at a barrier asks for, if it is a load, in which all workers must agree
+HOW_WISHED = ", mode "  # ends the place in what asks for a save: all who save to it must agree in what follows
 MAX_CONTROL_BYTES = 1 << 20
 MAX_TABLES = 1 << 10
 MAX_TABLE_ID = 1 << 16

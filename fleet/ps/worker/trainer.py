@@ -20,7 +20,7 @@ from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.rules import LEARNING_RATE
-from fleet.ps.wire.messages import DISAGREE, LOAD_WISH
+from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.exchange_modes import (
@@ -334,7 +334,7 @@ class Trainer:
             self._before_save(dirname, tables)
             return self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
 
-        where = f"{os.path.realpath(dirname)}, mode {mode}{' as text' * text}{_of(tables)}"
+        where = f"{os.path.realpath(dirname)}{_of(tables)}{HOW_WISHED}{mode}{' as text' * text}"
         return self._do_together(f"save to {where}", act)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:

@@ -105,6 +105,8 @@ DISAGREE = {
     "two folders to load": lambda own, rank, root: own.load_model(root / f"m{rank}"),
     "a load and a save": lambda own, rank, root: (own.save_persistables, own.load_model)[rank](root / f"m{rank}"),
     "two tables": lambda own, rank, root: own.load_one_table(rank, root / "m0"),
+    "text and rows": lambda own, rank, root: own.save_persistables(root / "new", text=bool(rank)),
+    "two modes": lambda own, rank, root: own.save_persistables(root / "new", mode=3 * rank),
     "a load and a shrink": lambda own, rank, root: own.shrink(1) if rank else own.load_model(root / "m0"),
 }
 

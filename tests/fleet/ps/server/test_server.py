@@ -203,11 +203,13 @@ def test_a_worker_that_was_lost_at_a_barrier_asks_for_nothing():
         for rank in range(14):
             many.job.arrive("x", 1, rank, f"load {min(rank, 4)}")
             many.job.arrive("y", 1, rank, f"load {max(rank, 12)}")
-            many.job.arrive("z", 1, rank, f"save {rank}")
+            many.job.arrive("z", 1, rank, f"save to m{min(rank, 12)}, mode {rank % 2}, mode {max(rank, 11) // 20}")
+            many.job.arrive("w", 1, rank, f"save to m{min(rank, 12)}, mode {rank % 2}")
     many.settle()
     assert many.job.keys["x"].endswith("worker 3 asks to load 3; and others")
     assert "workers 0, 1, 2, 3, 4, 5, 6, 7 and 5 more ask to load 12; worker 13 asks" in many.job.keys["y"]
     assert not many.job.keys["z"].startswith(DISAGREE)
+    assert "worker 3 asks to save to m3, mode 1; and others" in many.job.keys["w"]  # as do 12 and 13, to one place
 
 
 def shaped(*shapes, **fields):
