@@ -78,6 +78,7 @@ class ParquetFiles:
         self.groups: list[tuple[str, int, int]] = []  # file, row group, rows
         self._schema: Any = None
         self._metadata: dict[str, Any] = {}
+        self._written: dict[str, tuple[int, int]] = {}  # size, and when it was changed last
         self.columns: list[str] = []  # that are read
         self.chosen: list[str] = []  # those of them that batches may hold
         self.kinds: dict[str, str] = {}
@@ -86,6 +87,7 @@ class ParquetFiles:
 
     def _add(self, file: str, columns: Sequence[str] | None) -> None:
         try:
+            self._written[file] = _written(file)
             with self._pq.ParquetFile(file) as opened:
                 schema, metadata = opened.schema_arrow, opened.metadata
         except (OSError, self._pa.ArrowException) as error:
@@ -123,6 +125,8 @@ class ParquetFiles:
         file, index, _ = self.groups[group]
         try:
             with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
+                if _written(file) != self._written[file]:
+                    raise OSError("its size or the time of its last change is another than it was.")
                 table = opened.read_row_group(index, columns=self.columns, use_threads=False)
         except (OSError, self._pa.ArrowException) as error:
             raise FleetError(
@@ -174,6 +178,11 @@ class ParquetFiles:
         if self._pa.types.is_boolean(column.type) or not len(column):
             return torch.from_numpy(np.array(column.to_numpy(zero_copy_only=False)))
         return torch.from_dlpack(column)  # shares memory; a batch is a copy
+
+
+def _written(file: str) -> tuple[int, int]:
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def _kind(pa: Any, kind: Any) -> str:

@@ -120,7 +120,7 @@ class StreamDataset(IterableDataset[Any]):
                 )
             self._source = source
         else:
-            self._source = ReplayableSource(source, partitions, "stream" if name is None else name)
+            self._source = ReplayableSource(source, partitions, "stream" if name is None else name, batch_size)
         self.name = self._source.name
         self._parse, self._collate = parse, collate
         self._batch_size, self._max_wait_s, self._timeout_s, self._ahead = batch_size, max_wait_s, timeout_s, ahead

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from fleet._log import LOGGER
 from fleet.errors import ConfigError
 
 __all__ = ["Event", "ReplayableSource", "StreamReader", "StreamSource"]
 
-_IDLE_S = 0.02
+_IDLE_S, _BLOCKED_S = 0.02, 1.0
 _EVENTS_PER_TURN = 64
 
 
@@ -56,10 +57,13 @@ class ReplayableSource:
 
     Args:
         open_partition: called with a partition and an offset; returns an iterator of (offset, record), from that offset
-            on, ascending. It yields ``None`` where nothing has come yet; its end is the end of the partition. If it has
-            a method ``end(partition)``, the offset after the last event there is now, lags are known.
+            on, ascending. It yields ``None`` where nothing has come yet, instead of blocking; its end is the end of the
+            partition. If it has a method ``end(partition)``, the offset after the last event there is now, lags are
+            known.
         partitions: how many there are.
         name: under which the servers keep the positions.
+        at_once: how many events one poll takes of each partition: no more than a batch needs, so that what is there
+            need not wait for an iterator that blocks.
 
     Raises:
         ConfigError: an argument is of another kind.
@@ -76,6 +80,7 @@ class ReplayableSource:
         open_partition: Callable[[int, int], Iterator[tuple[int, Any] | None]],
         partitions: int = 1,
         name: str = "stream",
+        at_once: int = _EVENTS_PER_TURN,
     ) -> None:
         if not callable(open_partition):
             raise ConfigError(
@@ -88,6 +93,7 @@ class ReplayableSource:
         self._open = open_partition
         self._end: Callable[[int], int] | None = getattr(open_partition, "end", None)
         self._partitions = partitions
+        self._at_once = min(at_once, _EVENTS_PER_TURN)
 
     def partitions(self) -> int:
         """Returns how many partitions there are."""
@@ -95,30 +101,46 @@ class ReplayableSource:
 
     def open(self, starts: Mapping[int, int | None]) -> StreamReader:
         """Returns a reader that takes turns between the partitions."""
-        return _TurnReader({p: iter(self._open(p, start or 0)) for p, start in starts.items()}, self.name, self._end)
+        iterators = {p: iter(self._open(p, start or 0)) for p, start in starts.items()}
+        return _TurnReader(iterators, self.name, self._end, self._at_once)
 
 
 class _TurnReader:
     def __init__(
-        self, iterators: dict[int, Iterator[tuple[int, Any] | None]], name: str, end: Callable[[int], int] | None
+        self,
+        iterators: dict[int, Iterator[tuple[int, Any] | None]],
+        name: str,
+        end: Callable[[int], int] | None,
+        at_once: int,
     ) -> None:
         self._iterators = iterators
         self._name = name
         self._end = end
+        self._at_once = at_once
+        self._has_warned = False
 
     def poll(self, timeout_s: float) -> list[Event] | None:
-        """Returns up to 64 events of each partition; waits as long as all of them have nothing."""
+        """Returns some events of each partition; waits as long as all of them have nothing."""
         deadline = time.monotonic() + timeout_s
         while self._iterators:
             found = [event for partition in list(self._iterators) for event in self._take(partition)]
-            if found or time.monotonic() >= deadline:
+            late_s = time.monotonic() - deadline
+            if late_s > _BLOCKED_S and not self._has_warned:
+                self._has_warned = True
+                LOGGER.warning(
+                    "stream %r: the source blocked for %.1f s, and neither max_wait_s nor timeout_s can act meanwhile. "
+                    "Let it yield None where nothing has come yet.",
+                    self._name,
+                    late_s + timeout_s,
+                )
+            if found or late_s >= 0:
                 return found
             if self._iterators:
                 time.sleep(min(_IDLE_S, timeout_s))
         return None
 
     def _take(self, partition: int) -> Iterator[Event]:
-        for _ in range(_EVENTS_PER_TURN):
+        for _ in range(self._at_once):
             try:
                 item = next(self._iterators[partition])
             except StopIteration:

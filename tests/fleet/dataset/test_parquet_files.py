@@ -44,6 +44,27 @@ def test_row_groups_that_are_damaged_or_gone_are_named(tmp_path):
             dataset.load_state_dict(state)
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_of_the_same_layout_is_not_taken_for_the_one_before(is_replaced, tmp_path):
+    def write(start, path):
+        pq.write_table(pa.table({"a": list(range(start, start + 6))}), path, row_group_size=3, compression="none")
+
+    path, other = tmp_path / "f.parquet", tmp_path / "other"
+    write(0, path)
+    dataset = fleet.ParquetDataset(path, batch_size=3)
+    assert [batch["a"].tolist() for batch in dataset] == [[0, 1, 2], [3, 4, 5]]
+    write(100, other)
+    size = path.stat().st_size
+    if is_replaced:
+        other.replace(path)
+    else:
+        path.write_bytes(other.read_bytes())
+    assert path.stat().st_size == size
+    with pytest.raises(FleetError, match=r"row group 0 of .*f.parquet cannot be read: .*changed or removed after"):
+        list(dataset)
+    assert next(iter(fleet.ParquetDataset(path, batch_size=3)))["a"].tolist() == [100, 101, 102]
+
+
 def test_hashes_keep_their_bits(tmp_path):
     ids = [0, 5, 2**63 + 5, 2**64 - 1]
     pq.write_table(

@@ -318,3 +318,24 @@ def test_timeout_counts_from_the_last_event_not_from_the_begin_of_the_batch() ->
             yield offset, offset
 
     assert lists(stream(slow, batch_size=4, timeout_s=0.8)) == [[0, 1, 2, 3]]
+
+
+def test_a_full_batch_does_not_wait_for_a_source_that_blocks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def source(partition: int, start: int) -> Iterator[tuple[int, int]]:
+        for offset in range(start, 6):
+            asked.append(offset)
+            time.sleep(0.3 if offset == 5 else 0)
+            yield offset, offset
+
+    monkeypatch.setattr("fleet.dataset._stream_source._BLOCKED_S", 0.1)
+    batches = iter(fleet.StreamDataset(source, int, batch_size=4, max_wait_s=0.01, collate=list))
+    assert next(batches) == [0, 1, 2, 3]
+    assert asked == [0, 1, 2, 3]
+    assert not caplog.records
+    assert next(batches) == [4, 5]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "stream 'stream': the source blocked for 0.3 s, and neither max_wait_s nor" in caplog.text
