@@ -133,6 +133,7 @@ class StreamDataset(IterableDataset[Any]):
         self._pending: deque[Event] = deque()
         self._loaded: dict[int, int] = {}
         self._poll_most_s = _POLL_S
+        self._is_closed = False
         self._size = 1  # workers among whom the partitions are divided
         self._lost: LostRanks | None = None
         self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
@@ -167,7 +168,19 @@ class StreamDataset(IterableDataset[Any]):
                 if self._lost is not None:
                     self._lost.current = share._covered
                 share._count_given()
-                yield self._collate(samples)
+                yield self._collated(samples)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        if self._collate is not default_collate:
+            return self._collate(samples)
+        try:
+            return default_collate(samples)
+        except Exception as error:
+            raise FleetError(
+                f"stream {self.name!r}, up to the offsets {self._read}: {len(samples)} samples do not make a batch: "
+                f"{error} What parse returns must be of one shape (give collate= otherwise), and integers must fit "
+                "int64: make an id from 2^63 up the negative number of the same bits (id - (1 << 64))."
+            ) from error
 
     # -- partitions of workers that were lost, see fleet.ps.worker.covered_rank ------------------------------------
 
@@ -205,6 +218,8 @@ class StreamDataset(IterableDataset[Any]):
 
     def _begin(self) -> StreamReader:
         """Opens the source where this worker goes on; later iterations continue."""
+        if self._is_closed:
+            raise ConfigError(f"stream {self.name!r}: the dataset was closed. Make another one to read on.")
         if self._reader is not None:
             return self._reader
         session = running_session()
@@ -374,6 +389,8 @@ class StreamDataset(IterableDataset[Any]):
 
     def close(self) -> None:
         """Closes the source; the dataset cannot be read afterwards."""
+        self._is_closed = True
+        self._pending.clear()
         for share in self._shares.values():
             share.close()
         if self._progress is not None:

@@ -33,10 +33,16 @@ class Words:
     def of(cls, name: str, values: Any) -> Words:
         """Returns an array of text in this form; raises ConfigError where a value is neither text nor bytes."""
         array = np.asarray(values, object)
-        known: dict[str | bytes, int] = {}
+        known: dict[Any, int] = {}
         codes = np.fromiter((known.setdefault(value, len(known)) for value in array.flat), np.int64, array.size)
         wrong = next((value for value in known if not isinstance(value, str | bytes)), b"")
         if not isinstance(wrong, str | bytes):
+            if not any(isinstance(value, str | bytes) for value in known):
+                odd = next((value for value in known if not _is_number(value)), wrong)
+                raise ConfigError(
+                    f"fleet.features: column {name!r} holds {odd!r:.80}, which is no number of 64 bits, and no text. "
+                    "Fill missing values with a number of their own."
+                )
             raise ConfigError(
                 f"fleet.features: column {name!r} holds {wrong!r:.80}; a column of text holds str or bytes only. Fill "
                 "missing values with a word of their own."
@@ -49,6 +55,10 @@ class Words:
                 "surrogate pair has no UTF-8. Give its bytes, or text without it."
             ) from None
         return cls(words, codes.reshape(array.shape))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64)
 
 
 @dataclass(frozen=True, slots=True)

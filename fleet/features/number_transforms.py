@@ -75,7 +75,7 @@ def _float_from(boundary: float) -> float:
 
 @dataclass(frozen=True)
 class Clip(Transform):
-    """Values limited to a range; not-a-number stays what it is, and so does the dtype.
+    """Values limited to a range; not-a-number stays what it is. Integers become int64, other numbers float32.
 
     Args:
         column: numbers, or bags of them.

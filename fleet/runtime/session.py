@@ -477,8 +477,7 @@ class Session:
 
     def before_join(self) -> None:
         """Raises ConfigError when an option needs every worker in every step, so that none may run out of batches."""
-        stuck = [strategy.name for strategy in self.strategies if strategy.steps_together]
-        if stuck:
+        if stuck := [strategy.name for strategy in self.strategies if strategy.steps_together]:
             raise ConfigError(
                 f"model.join() and Join([model]) let workers have different numbers of batches, and {', '.join(stuck)} "
                 "needs every worker in every step. Give all workers the same number of batches, or turn it off."
@@ -489,8 +488,7 @@ class Session:
         if self.server_job is not None and not self.closed:
             self.server_job.before_save()
         for optimizer in self.optimizers:
-            note = optimizer.saving_note()
-            if note is not None:
+            if (note := optimizer.saving_note()) is not None:
                 warnings.warn(note, OptionWarning, stacklevel=4)
 
     def _make_strategies(self) -> None:

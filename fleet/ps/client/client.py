@@ -149,9 +149,10 @@ class Client:
         self.notify = notify
         self.client_id = client_id or secrets.randbits(64) | 1
         self._links = [
-            Link(config, index, self.client_id, self._transport, notify, look_after)
-            for index in range(len(config.endpoints))
+            Link(config, index, self.client_id, self._transport, notify) for index in range(len(config.endpoints))
         ]
+        for link in self._links:
+            link.look_after = look_after
         self._barriers: dict[str, int] = {}
         self._questions = 0
         self._closing = threading.Event()

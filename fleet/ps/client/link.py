@@ -71,17 +71,10 @@ class Link:
         client_id: random number of this process.
         transport: how connections are made.
         notify: receives lines about a server that is away or waits.
-        look_after: called with the ranks that a server waits for, while this worker waits for its answer; may raise.
     """
 
     def __init__(
-        self,
-        config: ClientConfig,
-        index: int,
-        client_id: int,
-        transport: Transport,
-        notify: Callable[[str], None],
-        look_after: Callable[[Sequence[int]], None] = lambda ranks: None,
+        self, config: ClientConfig, index: int, client_id: int, transport: Transport, notify: Callable[[str], None]
     ) -> None:
         self.endpoint = config.endpoints[index]
         self.index = index
@@ -96,7 +89,8 @@ class Link:
         self._client_id = client_id
         self._transport = transport
         self._notify = notify
-        self._look_after = look_after
+        # Called with the ranks that the server waits for, while this worker waits for its answer; may raise.
+        self.look_after: Callable[[Sequence[int]], None] = lambda ranks: None
         self._absent: list[int] = []  # for whom the server waits, as it said last
         self._connection: Sealed | None = None
         self._in_memory: Request | None = None  # the last one whose body is in shared memory
@@ -208,7 +202,7 @@ class Link:
             while not request.done:
                 self._ensure()
                 if not self._take_answer() and self._absent:
-                    self._look_after(self._absent)
+                    self.look_after(self._absent)
         if request.error is not None:
             raise request.error
         return request.status

@@ -22,6 +22,7 @@ Keys = NDArray[np.int64]
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # An odd factor keeps the ids of one slot apart modulo 2**64, and small ids apart across slots.
 _SLOT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -181,13 +182,16 @@ def _as_tensor(part: Any) -> Tensor:
     try:
         return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
     except (TypeError, ValueError, RuntimeError):
+        if all(type(one) is int and -(1 << 63) <= one <= _ALL_BITS for one in part):  # hashes may be unsigned
+            return torch.from_numpy(np.array([one & _ALL_BITS for one in part], np.uint64).view(np.int64))
         raise _Unfit(f"{part!r} is not a list of ids.") from None
 
 
 def _flat(ids: Tensor) -> Keys:
-    if ids.dtype not in _WHOLE:
+    if ids.dtype not in _WHOLE and ids.dtype is not torch.uint64:
         raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
-    flat: Keys = ids.detach().reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+    same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()
+    flat: Keys = same_bits.reshape(-1).to("cpu", torch.int64).contiguous().numpy()
     return flat
 
 

@@ -339,3 +339,22 @@ def test_a_full_batch_does_not_wait_for_a_source_that_blocks(
     assert next(batches) == [4, 5]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "stream 'stream': the source blocked for 0.3 s, and neither max_wait_s nor" in caplog.text
+
+
+def test_samples_that_make_no_batch_are_named_with_their_place() -> None:
+    for parse, words in ((lambda n: n + (1 << 63), "Overflow.*same bits"), (lambda n: torch.zeros(n + 1), "one shape")):
+        dataset = fleet.StreamDataset(
+            lambda partition, start: zip(range(4), range(4), strict=True), parse, batch_size=2
+        )
+        with pytest.raises(FleetError, match=rf"stream 'stream', up to the offsets {{0: 2}}: 2 samples .*{words}"):
+            next(iter(dataset))
+
+
+def test_a_dataset_that_was_closed_is_not_read_on() -> None:
+    dataset = fleet.StreamDataset(lambda partition, start: zip(range(9), range(9), strict=True), int, batch_size=2)
+    batches = iter(dataset)
+    assert next(batches).tolist() == [0, 1]
+    dataset.close()
+    assert list(batches) == []
+    with pytest.raises(ConfigError, match="stream 'stream': the dataset was closed"):
+        next(iter(dataset))

@@ -24,3 +24,9 @@ def test_what_is_no_text_is_named(wrong: object) -> None:
 def test_kinds() -> None:
     assert FeatureColumn(Words([b"a"], np.zeros(1, np.int64))).kind == "text"
     assert [FeatureColumn(np.zeros(1, kind)).kind for kind in ("int8", "uint64", "float16")] == ["int", "int", "float"]
+
+
+@pytest.mark.parametrize(("values", "odd"), [([1.0, None], "None"), ([1, 1 << 70], str(1 << 70)), ([None], "None")])
+def test_what_is_no_number_is_named_among_numbers(values: list[object], odd: str) -> None:
+    with pytest.raises(ConfigError, match=f"column 'a' holds {odd}, which is no number of 64 bits, and no text"):
+        Words.of("a", values)

@@ -165,3 +165,15 @@ def test_a_damaged_save_leaves_the_rows_of_prediction(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=path.name):
         embedding.load(tmp_path)
     assert torch.equal(embedding.lookup_rows(torch.from_numpy(ids)), kept)
+
+
+def test_unsigned_ids_are_those_of_the_same_bits() -> None:
+    bags, rows = fleet.SparseEmbedding(3, combiner="sum"), fleet.SparseEmbedding(3)
+    signed = torch.tensor([[-(1 << 63), 1]])
+    assert torch.equal(bags([[1 << 63, 1], [5]])[0], bags(signed)[0])
+    assert torch.equal(bags([[(1 << 64) - 1, -2]]), bags(torch.tensor([[-1, -2]])))
+    unsigned = torch.from_numpy(np.array([1 << 63, 1], np.uint64))
+    assert torch.equal(rows(unsigned), rows(signed[0]))
+    for wrong in (1 << 64, -(1 << 63) - 1, "a"):
+        with pytest.raises(ConfigError, match="is not a list of ids"):
+            bags([[wrong]])
