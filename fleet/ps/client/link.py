@@ -135,11 +135,9 @@ class Link:
             if request.change:
                 self._make_room()
             self._ensure()
-            request.tag = self._next_tag
-            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
             if request.change:
-                request.seq = self._next_seq
-                self._next_seq = self._next_seq + 1
+                request.seq, self._next_seq = self._next_seq, self._next_seq + 1
             self._pending.append(request)
             try:
                 self._transmit(request)
@@ -530,8 +528,7 @@ class Link:
             self._notify(f"{self.name} came back without {missing} changes that are no longer kept here")
         for request in again:
             request.done = False
-            request.tag = self._next_tag
-            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
         self._pending.extendleft(reversed(again))
 
     def created(self, table_ids: set[int]) -> None:
