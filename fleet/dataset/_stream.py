@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamDataset"]
 
-_POLL_S = 0.2
+_POLL_S, _BLOCKED_S = 0.2, 1.0
 _SHORT_POLL_S = 0.02  # where several ranks wait for events
 _SAY_EVERY_S = 30.0
 Parse = Callable[[Any], Any]
@@ -133,7 +133,7 @@ class StreamDataset(IterableDataset[Any]):
         self._pending: deque[Event] = deque()
         self._loaded: dict[int, int] = {}
         self._poll_most_s = _POLL_S
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self._size = 1  # workers among whom the partitions are divided
         self._lost: LostRanks | None = None
         self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
@@ -178,8 +178,8 @@ class StreamDataset(IterableDataset[Any]):
         except Exception as error:
             raise FleetError(
                 f"stream {self.name!r}, up to the offsets {self._read}: {len(samples)} samples do not make a batch: "
-                f"{error} What parse returns must be of one shape (give collate= otherwise), and integers must fit "
-                "int64: make an id from 2^63 up the negative number of the same bits (id - (1 << 64))."
+                f"{str(error).rstrip('.')}. What parse returns must be of one shape (give collate= otherwise), and "
+                "integers must fit int64: make an id from 2^63 up the negative number of the same bits (id - (1 << 64))."
             ) from error
 
     # -- partitions of workers that were lost, see fleet.ps.worker.covered_rank ------------------------------------
@@ -277,7 +277,9 @@ class StreamDataset(IterableDataset[Any]):
             now = time.monotonic()
             if samples and self._max_wait_s is not None and now - began >= self._max_wait_s:
                 break
-            events = reader.poll(self._poll_s(bool(samples), now - began))
+            limit_s = self._poll_s(bool(samples), now - began)
+            events = reader.poll(limit_s)
+            self._note_blocking(time.monotonic() - now, limit_s)
             if events is None or (not events and self._is_over(time.monotonic() - wait.came)):
                 break
             wait.note(events, self._read)
@@ -287,6 +289,17 @@ class StreamDataset(IterableDataset[Any]):
             if len(self._pending) < self._batch_size - len(samples):
                 yield None
         return samples or None
+
+    def _note_blocking(self, waited_s: float, limit_s: float) -> None:
+        """Says once that a source which blocks keeps the limits from acting."""
+        if waited_s > limit_s + _BLOCKED_S and not self._has_warned and (self._max_wait_s or self._timeout_s):
+            self._has_warned = True
+            LOGGER.warning(
+                "stream %r: the source blocked for %.1f s, so neither max_wait_s nor timeout_s could act. Let it yield "
+                "None where nothing has come yet.",
+                self.name,
+                waited_s,
+            )
 
     def _poll_s(self, has_begun: bool, waited_s: float) -> float:
         limit = self._max_wait_s if has_begun else self._timeout_s

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from fleet._log import LOGGER
 from fleet.errors import ConfigError
 
 __all__ = ["Event", "ReplayableSource", "StreamReader", "StreamSource"]
 
-_IDLE_S, _BLOCKED_S = 0.02, 1.0
+_IDLE_S = 0.02
 _EVENTS_PER_TURN = 64
 
 
@@ -117,23 +116,13 @@ class _TurnReader:
         self._name = name
         self._end = end
         self._at_once = at_once
-        self._has_warned = False
 
     def poll(self, timeout_s: float) -> list[Event] | None:
         """Returns some events of each partition; waits as long as all of them have nothing."""
         deadline = time.monotonic() + timeout_s
         while self._iterators:
             found = [event for partition in list(self._iterators) for event in self._take(partition)]
-            late_s = time.monotonic() - deadline
-            if late_s > _BLOCKED_S and not self._has_warned:
-                self._has_warned = True
-                LOGGER.warning(
-                    "stream %r: the source blocked for %.1f s, and neither max_wait_s nor timeout_s can act meanwhile. "
-                    "Let it yield None where nothing has come yet.",
-                    self._name,
-                    late_s + timeout_s,
-                )
-            if found or late_s >= 0:
+            if found or time.monotonic() >= deadline:
                 return found
             if self._iterators:
                 time.sleep(min(_IDLE_S, timeout_s))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -38,11 +38,7 @@ class Words:
         wrong = next((value for value in known if not isinstance(value, str | bytes)), b"")
         if not isinstance(wrong, str | bytes):
             if not any(isinstance(value, str | bytes) for value in known):
-                odd = next((value for value in known if not _is_number(value)), wrong)
-                raise ConfigError(
-                    f"fleet.features: column {name!r} holds {odd!r:.80}, which is no number of 64 bits, and no text. "
-                    "Fill missing values with a number of their own."
-                )
+                raise _no_numbers(name, known)
             raise ConfigError(
                 f"fleet.features: column {name!r} holds {wrong!r:.80}; a column of text holds str or bytes only. Fill "
                 "missing values with a word of their own."
@@ -57,8 +53,24 @@ class Words:
         return cls(words, codes.reshape(array.shape))
 
 
+def _no_numbers(name: str, values: Iterable[object]) -> ConfigError:
+    """Returns the error for a column of objects that are no text."""
+    odd = [value for value in values if not _is_number(value)]
+    if not odd:
+        return ConfigError(
+            f"fleet.features: column {name!r} holds numbers as Python objects. Give it their dtype, as by "
+            "values.astype(np.float32)."
+        )
+    return ConfigError(
+        f"fleet.features: column {name!r} holds {odd[0]!r:.80}, which is no number of 64 bits, and no text. Fill "
+        "missing values with a number of their own."
+    )
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64)
+    if isinstance(value, int | np.integer):
+        return -(1 << 63) <= int(value) < 1 << 64
+    return isinstance(value, float | np.floating)
 
 
 @dataclass(frozen=True, slots=True)

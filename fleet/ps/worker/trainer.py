@@ -530,11 +530,13 @@ class Trainer:
         exchange = self._exchange
         if isinstance(exchange, AsyncExchange):
             exchange.meeting()  # the servers apply what waits with the rate that it was computed for
+            if self.lost_ranks is not None:
+                self.lost_ranks.flush()
         elif isinstance(exchange, SyncExchange) and not self.client.config.rank:
             exchange.settle()  # a server without a share in this step may wait for the previous one
-        self._rates.update(changed)
         for table_id, rate in changed.items() if not self.client.config.rank else ():
             self.client.alter(table_id, LEARNING_RATE, value=rate)
+        self._rates.update(changed)
 
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
         rank = self.client.config.rank

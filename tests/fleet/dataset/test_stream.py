@@ -331,14 +331,14 @@ def test_a_full_batch_does_not_wait_for_a_source_that_blocks(
             time.sleep(0.3 if offset == 5 else 0)
             yield offset, offset
 
-    monkeypatch.setattr("fleet.dataset._stream_source._BLOCKED_S", 0.1)
+    monkeypatch.setattr("fleet.dataset._stream._BLOCKED_S", 0.05)
     batches = iter(fleet.StreamDataset(source, int, batch_size=4, max_wait_s=0.01, collate=list))
     assert next(batches) == [0, 1, 2, 3]
     assert asked == [0, 1, 2, 3]
     assert not caplog.records
     assert next(batches) == [4, 5]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "stream 'stream': the source blocked for 0.3 s, and neither max_wait_s nor" in caplog.text
+    assert "stream 'stream': the source blocked for 0.3 s, so neither max_wait_s nor" in caplog.text
 
 
 def test_samples_that_make_no_batch_are_named_with_their_place() -> None:

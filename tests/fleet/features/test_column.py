@@ -30,3 +30,9 @@ def test_kinds() -> None:
 def test_what_is_no_number_is_named_among_numbers(values: list[object], odd: str) -> None:
     with pytest.raises(ConfigError, match=f"column 'a' holds {odd}, which is no number of 64 bits, and no text"):
         Words.of("a", values)
+
+
+def test_numbers_that_are_objects_need_a_dtype() -> None:
+    for values in ([1, 2], [np.int64(1), 2.5], [np.float32(1)]):
+        with pytest.raises(ConfigError, match="column 'a' holds numbers as Python objects"):
+            Words.of("a", np.array(values, object))
