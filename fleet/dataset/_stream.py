@@ -179,7 +179,7 @@ class StreamDataset(IterableDataset[Any]):
             raise FleetError(
                 f"stream {self.name!r}, up to the offsets {self._read}: {len(samples)} samples do not make a batch: "
                 f"{str(error).rstrip('.')}. What parse returns must be of one shape (give collate= otherwise), and "
-                "integers must fit int64: make an id from 2^63 up the negative number of the same bits (id - (1 << 64))."
+                "integers must fit int64: make an id from 2^63 up the negative number of the same bits, id - (1 << 64)."
             ) from error
 
     # -- partitions of workers that were lost, see fleet.ps.worker.covered_rank ------------------------------------
