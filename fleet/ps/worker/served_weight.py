@@ -171,13 +171,27 @@ def _changes(name: str) -> Callable[[Any, Any], Any]:
     return change
 
 
+def _reads(name: str) -> Callable[[Any, Any], Any]:
+    def read(self: Any, other: Any) -> Any:
+        found = getattr(Tensor, name)(self, other)
+        if found is NotImplemented:
+            self._prepare(name, False)
+        return found
+
+    return read
+
+
 class _Operators:
-    """``w += 1`` and its siblings: torch takes a TypeError, such as ConfigError, for a type that it does not know."""
+    """``w + 1``, ``w += 1`` and their siblings: torch takes a TypeError, such as ConfigError, for an unknown type."""
 
     __slots__ = ()
     __iadd__, __isub__, __imul__ = _changes("__iadd__"), _changes("__isub__"), _changes("__imul__")
     __itruediv__, __ifloordiv__, __imod__ = _changes("__itruediv__"), _changes("__ifloordiv__"), _changes("__imod__")
     __ipow__ = _changes("__ipow__")
+    __add__, __sub__, __mul__, __truediv__ = map(_reads, ("__add__", "__sub__", "__mul__", "__truediv__"))
+    __radd__, __rsub__, __rmul__, __rtruediv__ = map(_reads, ("__radd__", "__rsub__", "__rmul__", "__rtruediv__"))
+    __floordiv__, __mod__, __pow__, __matmul__ = map(_reads, ("__floordiv__", "__mod__", "__pow__", "__matmul__"))
+    __lt__, __le__, __gt__, __ge__ = map(_reads, ("__lt__", "__le__", "__gt__", "__ge__"))
 
 
 class ServedWeight(_Operators, nn.Parameter):

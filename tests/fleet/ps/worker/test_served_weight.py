@@ -350,7 +350,18 @@ def test_an_average_of_a_model_with_unbounded_ids(options: Any, is_made_before: 
     torch.testing.assert_close(own_average[1].weight, by_hand, atol=0, rtol=0)
     with pytest.raises(ConfigError, match="mul_ would change its weight here"), torch.no_grad():
         net[0].weight.mul_(0.9)
-    with pytest.raises(ConfigError, match="which is empty"):
-        net[0].weight.square().sum()
+    weight: Any = net[0].weight
+    for use in (
+        lambda: 0.1 * weight,
+        lambda: weight + 1,
+        lambda: 1 - weight,
+        lambda: torch.ones(1) + weight,
+        lambda: weight**2,
+        lambda: weight / 2,
+        lambda: weight < 1,
+        weight.square,
+    ):
+        with pytest.raises(ConfigError, match="which is empty: it stands for rows"):
+            use()
     own.stop_worker()
     own.session.close()
