@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_unflatten
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import open_plain
@@ -165,7 +166,8 @@ def _loaded(path: Path) -> tuple[Callable[..., Any], str]:
         exported = torch.export.load(path)
         names = exported.graph_signature.user_inputs
         inputs = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
-        return exported.module(), _described(inputs)
+        arguments, _ = tree_unflatten(inputs, exported.call_spec.in_spec)
+        return exported.module(), _described(arguments)
     except Exception as error:
         raise CheckpointError(f"{path}: torch cannot read this program: {error!s:.300}. Export again.") from error
 
@@ -175,24 +177,28 @@ def _run(program: _Program, part: Callable[..., Any], inputs: tuple[Any, ...], *
     try:
         return part(*rows, *inputs)
     except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as error:  # what torch raises is not ours
+        said = str(error).partition("\n")[0]
+        reason = "" if "tree spec" in said else f" {said:.200}"  # which says no more than this error
         raise ConfigError(
             f"fleet.ps.Predictor: the program cannot take these inputs: {_described(inputs)}. It was exported for "
-            f"{program.takes} (another letter, another size) and takes tensors of such shapes and types. "
-            f"{str(error).partition(chr(10))[0]:.200}"
+            f"{program.takes} (another letter, another size) and takes tensors of such shapes and types.{reason}"
         ) from error
 
 
-def _described(inputs: Any) -> str:
+def _described(inputs: Sequence[Any]) -> str:
     """Returns types and shapes, a letter for each size that may vary, such as ``int64 [a, 2], float32 [a, 4]``."""
     letters: dict[str, str] = {}
 
     def size(value: Any) -> str:
         return str(value) if type(value) is int else letters.setdefault(str(value), chr(ord("a") + len(letters) % 26))
 
-    leaves = (
-        f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join(map(size, leaf.shape))}]"
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for leaf in inputs
-    )
-    return ", ".join(leaves) or "nothing"
+    def described(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(size, value.shape))}]"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{key!r}: {described(one)}' for key, one in value.items())}}}"
+        if isinstance(value, tuple | list) and any(isinstance(one, Tensor | Mapping) for one in value):
+            return f"{type(value).__name__} of ({', '.join(map(described, value))})"
+        return type(value).__name__
+
+    return ", ".join(map(described, inputs)) or "nothing"

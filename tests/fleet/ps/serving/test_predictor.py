@@ -149,6 +149,29 @@ def test_inputs_that_the_program_cannot_take(tmp_path: Path, wrong, text: str) -
         predictor(*wrong(ids, dense))
 
 
+@pytest.mark.parametrize("wrong", [{"ids": 0}, {"ids": 0, "dense": 1, "more": 1}, {"id": 0, "dense": 1}, [0, 1]])
+def test_the_keys_of_inputs_in_a_dict_are_named(tmp_path: Path, wrong) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ads = fleet.SparseEmbedding(DIM, name="ads", combiner="sum")
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.ads(batch["ids"]).sum(1) + batch["dense"]
+
+    tensors = torch.tensor([[1, 2], [2, 1]]), torch.randn(2)
+    save_table(SparseTable(SparseTableConfig("ads", DIM)), tmp_path)
+    export(Named(), ({"ids": tensors[0], "dense": tensors[1]},), tmp_path)
+    predictor = Predictor(tmp_path)
+    assert predictor({"ids": tensors[0], "dense": tensors[1]}).shape == (2,)
+    given = {k: tensors[n] for k, n in wrong.items()} if isinstance(wrong, dict) else [tensors[n] for n in wrong]
+    own = "".join(f"'{key}': .*" for key in wrong) if isinstance(wrong, dict) else r"list of \(int64.*"
+    with pytest.raises(
+        ConfigError, match=rf"inputs: {{?{own}exported for {{'ids': int64 \[a, b\], 'dense': float32.*types\.$"
+    ):
+        predictor(given)
+
+
 def test_a_reader_is_no_address(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Predictor\(reader='rows'\) takes a fleet.ps.Reader"):
         Predictor(tmp_path, "rows")  # type: ignore[arg-type]
