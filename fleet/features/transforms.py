@@ -22,6 +22,7 @@ FILE = "transforms.json"
 _OFFSETS = ".offsets"
 _KINDS: dict[str, type[Transform]] = {kind.__name__: kind for kind in (Bucketize, Clip, Cross, Hash, Log, Vocabulary)}
 _BITS = 2**64 - 1
+_EXACT = 1 << 24  # integers up to it are float32, too
 _MOST_BYTES = 1 << 30
 
 
@@ -246,6 +247,15 @@ def _array(value: Any) -> Any:
     return (value.float() if value.dtype == sys.modules["torch"].bfloat16 else value).numpy()
 
 
+def _check_alike(name: str, values: Sequence[Any]) -> None:
+    """Raises ConfigError where an integer of a list would become another number because of its neighbours."""
+    if any(isinstance(one, int | np.integer) and abs(int(one)) > _EXACT for one in values):
+        raise ConfigError(
+            f"fleet.features: column {name!r} holds integers above 2^24 beside fractions, and as float32 they would be "
+            "others than alone. Give all of a column as integers, or all as floating-point numbers."
+        )
+
+
 def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
     """Returns a column of a batch; raises ConfigError where it is missing or holds something else."""
     if name not in batch:
@@ -265,6 +275,8 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
             f"fleet.features: column {name!r} has rows of different lengths; write a bag as flat values and "
             f"{name + _OFFSETS!r}, where each row begins."
         ) from None
+    if isinstance(batch[name], list | tuple) and values.dtype == np.float64:
+        _check_alike(name, batch[name])
     if values.dtype.kind in "OUS" and values.ndim:
         words = Words.of(name, values.tolist() if values.dtype.kind == "S" else values)
         column, count = FeatureColumn(words), len(words.codes)

@@ -261,3 +261,13 @@ def test_unsigned_ids_of_json_are_integers_in_any_batch() -> None:
     assert made["id"].tolist() == [both({"x": [row]})["id"][0] for row in rows]
     assert made["x"].tolist() == [both({"x": [row]})["x"][0] for row in rows] == [1, 0, 0, 1]
     assert both({"x": [2**64 - 1, -1]})["id"].tolist() == [made["id"][2]] * 2
+
+
+def test_a_large_integer_beside_a_fraction_is_refused() -> None:
+    """It would be another number than in a batch of integers."""
+    transforms = Transforms([Bucketize("n", [2**24 + 1])])
+    assert transforms({"n": [2**24 + 1, 2**24]})["n"].tolist() == [1, 0]
+    assert transforms({"n": [2**24, 0.5]})["n"].tolist() == [0, 0]
+    for values in ([2**24 + 1, 0.5], [0.5, -(2**60)], [np.int64(2**30), 0.5]):
+        with pytest.raises(ConfigError, match=r"column 'n' holds integers above 2\^24 beside fractions"):
+            transforms({"n": values})
