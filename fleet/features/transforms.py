@@ -249,10 +249,12 @@ def _array(value: Any) -> Any:
 
 def _check_alike(name: str, values: Sequence[Any]) -> None:
     """Raises ConfigError where an integer of a list would become another number because of its neighbours."""
-    if any(isinstance(one, int | np.integer) and abs(int(one)) > _EXACT for one in values):
+    whole = [int(one) for one in values if isinstance(one, int | np.integer) and abs(int(one)) > _EXACT]
+    changed = [one for one in whole if int(np.float32(one)) != one]
+    if changed:
         raise ConfigError(
-            f"fleet.features: column {name!r} holds integers above 2^24 beside fractions, and as float32 they would be "
-            "others than alone. Give all of a column as integers, or all as floating-point numbers."
+            f"fleet.features: column {name!r} holds the integer {changed[0]} beside fractions, and as float32 it would "
+            "be another number than alone. Give all of a column as integers, or all as floating-point numbers."
         )
 
 
