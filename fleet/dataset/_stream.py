@@ -133,11 +133,12 @@ class StreamDataset(IterableDataset[Any]):
         self._pending: deque[Event] = deque()
         self._loaded: dict[int, int] = {}
         self._poll_most_s = _POLL_S
-        self._is_closed = self._has_warned = False
         self._size = 1  # workers among whom the partitions are divided
         self._lost: LostRanks | None = None
         self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
         self._shares: dict[CoveredRank, StreamDataset] = {}
+
+    _is_closed = _has_warned = False
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:

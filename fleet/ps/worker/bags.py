@@ -182,7 +182,10 @@ def _as_tensor(part: Any) -> Tensor:
     try:
         return torch.as_tensor(part, dtype=None if len(part) else torch.int64)
     except (TypeError, ValueError, RuntimeError):
-        if all(type(one) is int and -(1 << 63) <= one <= _ALL_BITS for one in part):  # hashes may be unsigned
+        is_listed = isinstance(part, list | tuple)
+        if is_listed and all(
+            type(one) is int and -(1 << 63) <= one <= _ALL_BITS for one in part
+        ):  # hashes may be unsigned
             return torch.from_numpy(np.array([one & _ALL_BITS for one in part], np.uint64).view(np.int64))
         raise _Unfit(f"{part!r} is not a list of ids.") from None
 

@@ -321,6 +321,18 @@ def test_a_hook_on_the_gradient_of_rows_is_refused(name: str) -> None:
     own.session.close()
 
 
+USES: list[Callable[[Any], Any]] = [
+    lambda weight: 0.1 * weight,
+    lambda weight: weight + 1,
+    lambda weight: 1 - weight,
+    lambda weight: torch.ones(1) + weight,
+    lambda weight: weight**2,
+    lambda weight: weight / 2,
+    lambda weight: weight < 1,
+    lambda weight: weight.square(),
+]
+
+
 @pytest.mark.parametrize("is_made_before", [True, False])
 @pytest.mark.parametrize("options", [{"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {}], ids=["ema", "swa"])
 def test_an_average_of_a_model_with_unbounded_ids(options: Any, is_made_before: bool) -> None:
@@ -350,18 +362,8 @@ def test_an_average_of_a_model_with_unbounded_ids(options: Any, is_made_before: 
     torch.testing.assert_close(own_average[1].weight, by_hand, atol=0, rtol=0)
     with pytest.raises(ConfigError, match="mul_ would change its weight here"), torch.no_grad():
         net[0].weight.mul_(0.9)
-    weight: Any = net[0].weight
-    for use in (
-        lambda: 0.1 * weight,
-        lambda: weight + 1,
-        lambda: 1 - weight,
-        lambda: torch.ones(1) + weight,
-        lambda: weight**2,
-        lambda: weight / 2,
-        lambda: weight < 1,
-        weight.square,
-    ):
+    for use in USES:
         with pytest.raises(ConfigError, match="which is empty: it stands for rows"):
-            use()
+            use(net[0].weight)
     own.stop_worker()
     own.session.close()
