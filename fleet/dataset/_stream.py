@@ -94,6 +94,8 @@ class StreamDataset(IterableDataset[Any]):
 
     says_next_batch = True  # to checkpoints, see BatchLoops
 
+    _is_closed = _has_warned = False
+
     def __init__(
         self,
         source: StreamSource | Callable[[int, int], Iterator[tuple[int, Any] | None]],
@@ -137,8 +139,6 @@ class StreamDataset(IterableDataset[Any]):
         self._lost: LostRanks | None = None
         self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
         self._shares: dict[CoveredRank, StreamDataset] = {}
-
-    _is_closed = _has_warned = False
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:

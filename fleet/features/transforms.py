@@ -22,7 +22,6 @@ FILE = "transforms.json"
 _OFFSETS = ".offsets"
 _KINDS: dict[str, type[Transform]] = {kind.__name__: kind for kind in (Bucketize, Clip, Cross, Hash, Log, Vocabulary)}
 _BITS = 2**64 - 1
-_EXACT = 1 << 24  # integers up to it are float32, too
 _MOST_BYTES = 1 << 30
 
 
@@ -249,8 +248,7 @@ def _array(value: Any) -> Any:
 
 def _check_alike(name: str, values: Sequence[Any]) -> None:
     """Raises ConfigError where an integer of a list would become another number because of its neighbours."""
-    whole = [int(one) for one in values if isinstance(one, int | np.integer) and abs(int(one)) > _EXACT]
-    changed = [one for one in whole if int(np.float32(one)) != one]
+    changed = [one for one in values if isinstance(one, int | np.integer) and int(np.float32(one)) != int(one)]
     if changed:
         raise ConfigError(
             f"fleet.features: column {name!r} holds the integer {changed[0]} beside fractions, and as float32 it would "

@@ -35,6 +35,16 @@ def made(**configs: Any) -> fleet.DistributedStrategy:
     return strategy
 
 
+def start(net: nn.Module, **configs: Any) -> tuple[Fleet, Any, Any]:
+    """Returns a job of one worker, its model and its optimizer."""
+    own = Fleet()
+    own.init(strategy=made(**configs), log_level="WARNING")
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made(**configs))
+    model = own.distributed_model(net)
+    own.init_worker()
+    return own, model, optimizer
+
+
 def exchange_of(own: Fleet) -> AsyncExchange:
     exchange = own.session.server_job.trainer._exchange
     assert isinstance(exchange, AsyncExchange)
@@ -70,14 +80,10 @@ def test_a_step_is_one_message(
     configs: Any, expected: list[tuple[Op, bool]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a thread for each table and with a bound the fetch is a message of its own."""
-    own = Fleet()
-    own.init(strategy=made(**configs), log_level="WARNING")
     torch.manual_seed(0)
     net, plain = RowSum(ROWS), RowSum(ROWS)
     plain.load_state_dict(net.state_dict())
-    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made(**configs))
-    model = own.distributed_model(net)
-    own.init_worker()
+    own, model, optimizer = start(net, **configs)
     exchange, alone = exchange_of(own), torch.optim.SGD(plain.parameters(), RATE)
     sent = messages(monkeypatch, exchange._others[-1])
     for step in range(4):
@@ -99,12 +105,7 @@ def test_a_step_is_one_message(
 
 
 def test_parameters_come_without_rows_while_those_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Fleet()
-    own.init(strategy=made(), log_level="WARNING")
-    net = RowSum(ROWS)
-    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made())
-    model = own.distributed_model(net)
-    own.init_worker()
+    own, model, optimizer = start(RowSum(ROWS))
     exchange = exchange_of(own)
     sent = messages(monkeypatch, exchange._others[0])
     assert exchange._replicas is not None
@@ -271,13 +272,9 @@ class Ones(nn.Module):
 )
 @pytest.mark.parametrize("schedule", [lambda step: 0.8**step, lambda step: float(step < 5)], ids=["falls", "stops"])
 def test_what_waits_is_applied_with_the_rate_it_was_computed_for(configs: Any, schedule: Any) -> None:
-    own = Fleet()
-    own.init(strategy=made(**configs), log_level="WARNING")
     net, plain = Ones(), Ones()
     plain.load_state_dict(net.state_dict())
-    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made(**configs))
-    model = own.distributed_model(net)
-    own.init_worker()
+    own, model, optimizer = start(net, **configs)
     alone = torch.optim.SGD(plain.parameters(), RATE)
     for trained, each in ((model, optimizer), (plain, alone)):
         scheduler = torch.optim.lr_scheduler.LambdaLR(each, schedule)
@@ -294,12 +291,7 @@ def test_what_waits_is_applied_with_the_rate_it_was_computed_for(configs: Any, s
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
 def test_a_rate_that_no_table_takes_is_refused_before_anything_is_pushed(rate: float) -> None:
-    own = Fleet()
-    own.init(strategy=made(), log_level="WARNING")
-    net = RowSum(ROWS)
-    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), RATE), made())
-    model = own.distributed_model(net)
-    own.init_worker()
+    own, model, optimizer = start(RowSum(ROWS))
     model(torch.tensor([[1]])).sum().backward()
     optimizer.param_groups[0]["lr"] = rate
     with pytest.raises(ConfigError, match=rf"learning rate of '.*' is {rate}; it must be finite and not negative"):
