@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -61,6 +62,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints why a test needed another try, which pytest does for tests that fail to the end only."""
+    reports = terminalreporter.getreports("rerun")
+    if reports:
+        terminalreporter.section("reruns: what the earlier tries said")
+    for report in reports:
+        terminalreporter.write_sep("_", f"{report.nodeid} [{report.when}]")
+        terminalreporter.write_line(report.longreprtext)
 
 
 @pytest.fixture(scope="session", autouse=True)

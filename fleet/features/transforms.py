@@ -38,7 +38,8 @@ class Transforms:
         transforms: what is applied, first to last.
 
     Raises:
-        ConfigError: a transform reads a kind that another one does not write, or two write the same column.
+        ConfigError: a transform reads a kind that another one does not write, or writes over the column of another
+            one that it does not read.
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
