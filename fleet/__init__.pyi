@@ -311,7 +311,8 @@ def fp16_guard() -> AbstractContextManager[Any]:
     """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.
 
     It is a no-op before ``fleet.init``, and unless ``amp_configs`` has ``use_pure_fp16`` or ``use_pure_bf16``
-    together with ``use_fp16_guard``.
+    together with ``use_fp16_guard``. A module outside it computes in float32, also on 16-bit tensors that come
+    from inside; functions such as ``torch.matmul`` take tensors as they are.
 
     Example:
         >>> def forward(self, x):

@@ -20,6 +20,7 @@ from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, U
 from fleet.launch.plan.ports import free_ports
 from fleet.role.fleet_contract import read_device_ids
 from fleet.role.starters import read_record
+from fleet.runtime.start import is_on_gpu
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "spawn"]
 
@@ -91,8 +92,8 @@ class ParallelEnv:
 
     @property
     def device_type(self) -> str:
-        """Kind of the device: "gpu", or "cpu" where torch sees none or the job runs on gloo."""
-        return "gpu" if self._record.backend != "gloo" and torch.cuda.is_available() else "cpu"
+        """Kind of the device: "gpu", or "cpu" where torch sees none or the job runs on gloo without a card."""
+        return "gpu" if is_on_gpu(self._record, self._environment) else "cpu"
 
     @property
     def device_id(self) -> int:

@@ -32,7 +32,8 @@ class Transforms:
     mapping stays as it is. A column is an array, a list or a tensor of numbers or text, one entry a row. A bag is two
     columns: its flat values under its name, and where each row begins under ``NAME.offsets``, as
     ``fleet.ParquetDataset`` gives them and ``fleet.SparseEmbedding`` takes them. Text that a transform has read is left
-    out. Where a column that is read is a tensor, the one that is written is a tensor.
+    out. Where a column that is read is a tensor, the one that is written is a tensor on the same device, though the CPU
+    does the work; of several the first decides.
 
     Args:
         transforms: what is applied, first to last.
@@ -110,19 +111,20 @@ class Transforms:
             )
         columns = {name: _column(name, batch) for name in self.inputs}
         _check_rows(columns)
-        tensors = {name for name in columns if _is_tensor(batch[name])}
+        devices = {name: batch[name].device for name in columns if _is_tensor(batch[name])}
         self.check({name: column.kind for name, column in columns.items()}, batch)
         made = self.apply(columns)
         for one in self._transforms:
-            if tensors.intersection(one.inputs):
-                tensors.add(one.output)
+            device = next((devices[name] for name in one.inputs if name in devices), None)
+            if device is not None:
+                devices[one.output] = device
         gone = {name for name, column in columns.items() if column.kind == "text"}.union(self.outputs)
         found = {name: value for name, value in batch.items() if name.removesuffix(_OFFSETS) not in gone}
         for name in self.outputs:
             column = made[name]
-            found[name] = _given(column.values, name in tensors)
+            found[name] = _given(column.values, devices.get(name))
             if column.ends is not None:
-                found[name + _OFFSETS] = _given(column.ends[:-1], name in tensors)
+                found[name + _OFFSETS] = _given(column.ends[:-1], devices.get(name))
         return found
 
     def check(self, kinds: Mapping[str, str], present: Mapping[str, Any]) -> None:
@@ -236,8 +238,11 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _given(values: Any, as_tensor: bool) -> Any:
-    return sys.modules["torch"].from_numpy(np.ascontiguousarray(values)) if as_tensor else values
+def _given(values: Any, device: Any) -> Any:
+    """Returns an array, or with a device a tensor on it."""
+    if device is None:
+        return values
+    return sys.modules["torch"].from_numpy(np.ascontiguousarray(values)).to(device)
 
 
 def _array(value: Any) -> Any:

@@ -299,6 +299,12 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
+        empty = next((name for name, p in (*module.named_parameters(), *module.named_buffers()) if p.is_meta), None)
+        if empty is not None:
+            raise ConfigError(
+                f"distributed_model(): {empty!r} is on the device 'meta', which has no memory for numbers. Call "
+                "module.to_empty(device=...) and initialise the module before, and make the optimizer after it."
+            )
         acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(

@@ -125,15 +125,22 @@ def _check_platform(record: RoleRecord) -> None:
         )
 
 
+def is_on_gpu(record: RoleRecord, environment: Environment) -> bool:
+    """Whether the worker runs on a GPU: torch sees one, and the starter did not ask for gloo without assigning one.
+
+    Several workers share a GPU through gloo with that GPU assigned.
+    """
+    return torch.cuda.is_available() and (record.backend != "gloo" or environment.has("FLAGS_selected_gpus"))
+
+
 def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
     """Returns the device of this worker, and makes it the current one.
 
-    It is a GPU when torch sees one, unless the starter asked for gloo and assigned none. Several workers share a GPU
-    through gloo with that GPU assigned. Raises ConfigError when torch cannot see the assigned GPU.
+    Raises ConfigError when torch cannot see the assigned GPU.
     """
-    selected = environment.list("FLAGS_selected_gpus")
-    if not torch.cuda.is_available() or (record.backend == "gloo" and not selected):
+    if not is_on_gpu(record, environment):
         return torch.device("cpu")
+    selected = environment.list("FLAGS_selected_gpus")
     count = torch.cuda.device_count()
     if selected and not (selected[0].isdigit() and int(selected[0]) < count):
         raise ConfigError(

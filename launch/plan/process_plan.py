@@ -331,7 +331,7 @@ def plan_ps(
     specs = _server_specs(config, environment, layout, shared)
     num_servers = len(specs)
     for i, index in enumerate(layout.local_workers):
-        variables = {**shared, **_worker_variables(config, layout, i, place_of_node)}
+        variables = {**shared, **_worker_variables(config, environment, layout, i, place_of_node)}
         specs.append(
             place(
                 config,
@@ -383,11 +383,17 @@ def _server_state(config: LaunchConfig, environment: Environment) -> dict[str, s
     return {"FLEET_PS_FOLDER": f"{config.scratch_path / 'servers'}"}
 
 
-def _worker_variables(config: LaunchConfig, layout: _Layout, local_rank: int, node_rank: int) -> dict[str, str]:
-    """Returns a worker's own variables; it sees only its card, so for it that card has number 0."""
+def _worker_variables(
+    config: LaunchConfig, environment: Environment, layout: _Layout, local_rank: int, node_rank: int
+) -> dict[str, str]:
+    """Returns a worker's own variables; it sees only its card, so for it that card has number 0.
+
+    Without a card it keeps the user's CUDA_VISIBLE_DEVICES, which may hide the cards of a machine that has some.
+    """
     rank = layout.local_workers[local_rank]
     names = config.device_names
-    device = names[local_rank % len(names)] if names else "0"
+    hidden = environment.inherited().get("CUDA_VISIBLE_DEVICES", "0")
+    device = names[local_rank % len(names)] if names else hidden
     shares = bool(names) and config.is_single_node and len(layout.local_workers) > len(names)
     takes_gloo = shares and config.backend != "nccl"  # which needs a GPU for each worker
     return {

@@ -132,6 +132,8 @@ def run_treated(
 ) -> Any:
     """Returns ``forward(*args, **kwargs)``, run as ``treatment`` says for ``module``."""
     if not region.applies(treatment):
+        if not region.off:
+            args, kwargs = _widened(args), _widened(kwargs)
         return _run_outside(module, forward, args, kwargs)
     outputs = treatment.outputs
     if outputs == "input":
@@ -151,6 +153,12 @@ def run_treated(
         if treatment.parameters is not None:
             module._parameters = kept
     return result if outputs is None else cast_floating(result, outputs)  # type: ignore[arg-type]
+
+
+def _widened(tree: Any) -> Any:
+    """Returns nested inputs with 16-bit tensors, as they come from a guarded part, as float32."""
+    narrow = any(tensor.dtype in _NARROW for tensor in nested_tensors(tree))
+    return cast_floating(tree, torch.float32) if narrow else tree
 
 
 def _run_outside(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -50,6 +50,14 @@ def test_selected_devices() -> None:
     assert ParallelEnv(Environment(chosen)).device_id == 2  # among the visible ones, not the absolute number
 
 
+def test_workers_that_share_a_gpu_through_gloo_are_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.11: the kind is that of the device on which fleet.init puts the worker."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shared = {"PADDLE_DISTRI_BACKEND": "gloo", "FLAGS_selected_gpus": "0"}
+    assert ParallelEnv(Environment({**LAUNCHED, **shared})).device_type == "gpu"
+    assert ParallelEnv(Environment({"PADDLE_DISTRI_BACKEND": "gloo"})).device_type == "cpu"
+
+
 @pytest.mark.parametrize("value", ["0", "9"])
 def test_rings_are_one_to_eight(value: str) -> None:
     """B.11."""

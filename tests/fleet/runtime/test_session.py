@@ -107,3 +107,13 @@ def test_parameter_names_and_saving() -> None:
     optimizer.saving_note = lambda: "half a truth"  # type: ignore[method-assign]
     with pytest.warns(OptionWarning, match="half a truth"):
         session.before_save()
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    """A module on the device 'meta' failed in its first forward, with torch's text."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2))
+    session = session_with()
+    with pytest.raises(ConfigError, match="'0.weight' is on the device 'meta'.*to_empty"):
+        session.wrap_model(net)
+    session.wrap_model(net.to_empty(device="cpu"))

@@ -101,6 +101,10 @@ def test_workers_take_the_cards_in_turn_by_their_own_numbers() -> None:
     devices = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan(config) if spec.role == "worker"]
     assert devices == ["4", "6", "4"]
     assert plan(read(*FLAGS))[1].environment["CUDA_VISIBLE_DEVICES"] == "0"  # no GPU at all
+    for hides in ("", "-1"):
+        env = {"CUDA_VISIBLE_DEVICES": hides}
+        specs = plan(read(*FLAGS[:2], env=env, num_gpus=8), env=env)
+        assert specs[1].environment["CUDA_VISIBLE_DEVICES"] == hides, "the user hid every card"
 
 
 def test_gloo_settings() -> None:

@@ -223,6 +223,47 @@ def test_fp16_guard() -> None:
     assert net.outer.met[1] == BF16
 
 
+class Tutorial(nn.Module):
+    """The example of ``fleet.fp16_guard``, with a norm between the two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fleet.fp16_guard():
+            x = self.body(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("key", ["use_pure_fp16", "use_pure_bf16"])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_what_leaves_the_guard_is_widened(key: str, masters: bool, recomputed: bool) -> None:
+    """A.2 use_fp16_guard: the modules after it compute in float32, recomputed ones too."""
+    dtype = FP16 if key == "use_pure_fp16" else BF16
+    options = {"recompute": True, "recompute_configs": {"checkpoints": ["norm", "head"]}} if recomputed else {}
+    start({key: True, "use_optimizer_fp16": not masters, "init_loss_scaling": 1.0}, **options)
+    net = Tutorial()
+    reference = copy.deepcopy(net)
+    model, _ = wrapped(net, sgd(net))
+    found = model(X)
+    if not masters:
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+    inner = nn.functional.linear(X.to(dtype), reference.body.weight.to(dtype), reference.body.bias.to(dtype))
+    expected = reference.head(reference.norm(inner.float()))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    found.sum().backward()
+    expected.sum().backward()
+    gradients = [p.grad.float() for p in net.parameters() if p.grad is not None]
+    assert len(gradients) == 6
+    tolerance = 0.0 if masters else 2e-2  # kept as 16-bit numbers
+    for one, other in zip(gradients, reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad, atol=tolerance, rtol=tolerance)
+
+
 def test_a_guard_that_was_not_found_is_an_error() -> None:
     """A.2: a guard that could have no effect is refused; around the call of the model it is one."""
 
