@@ -180,7 +180,7 @@ class FusedUpdate(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the optimizer has no such form, or was told to use none."""
         option = "build_strategy.fuse_all_optimizer_ops"
-        key = form_of(optimizer, fused=self._fuses)
+        key = self._form_of(optimizer)
         if key is None:
             raise ConfigError(
                 f"{option} is True, and {type(optimizer).__name__} has neither a fused nor a foreach form. Use an "
@@ -197,12 +197,14 @@ class FusedUpdate(Strategy):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer whose groups use the fused or foreach form, also after a state was loaded."""
-        return FusedOptimizer(optimizer, form_of(optimizer, fused=self._fuses))
+        return FusedOptimizer(optimizer, self._form_of(optimizer))
 
-    @property
-    def _fuses(self) -> bool:
-        # torch's fused kernels of SGD and Adagrad do not take parameters that sharding has divided (DTensors).
-        return not REGISTRY["sharding"].chosen(self.session.options)
+    def _form_of(self, optimizer: Optimizer) -> str | None:
+        # torch's fused kernels of SGD and Adagrad do not take parameters that sharding has divided (DTensors), and
+        # that of Adagrad takes those of a GPU from torch 2.13 on.
+        if REGISTRY["sharding"].chosen(self.session.options):
+            return form_of(optimizer, ())
+        return form_of(optimizer, (SGD, Adam) if self.session.device.type == "cuda" else (SGD, Adam, Adagrad))
 
 
 class FusedOptimizer(OptimizerWrapper):
@@ -237,18 +239,18 @@ class FusedOptimizer(OptimizerWrapper):
                 state["step"] = step.to(device=parameter.device, dtype=torch.float32)
 
 
-def form_of(optimizer: Optimizer, *, fused: bool = True) -> str | None:
+def form_of(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...] = (SGD, Adam, Adagrad)) -> str | None:
     """Returns ``"fused"`` or ``"foreach"``, the better form that ``optimizer`` has, or ``None``.
 
-    A subclass of torch's optimizer counts when it kept torch's ``step``. ``fused=False`` looks for foreach only.
+    A subclass of torch's optimizer counts when it kept torch's ``step``. Only ``kinds`` have a fused form.
     """
     inner = optimizer
     while isinstance(inner, OptimizerWrapper):
         inner = inner.optimizer
-    fusible = any(_steps_like(inner, kind) for kind in (SGD, Adam, Adagrad))
+    fusible = any(_steps_like(inner, kind) for kind in kinds)
     groups = inner.param_groups
     dense = all(p.is_floating_point() for group in groups for p in group["params"])
-    if fused and fusible and dense and all("fused" in group for group in groups):
+    if fusible and dense and all("fused" in group for group in groups):
         return "fused"
     return "foreach" if all("foreach" in group for group in groups) else None
 

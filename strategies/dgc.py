@@ -246,6 +246,8 @@ def exchange_bucket(
         finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
 
     def combine(done: Any) -> Tensor:
+        for sent in waiting:
+            sent.wait()  # makes the GPU's stream wait for NCCL's, which the future of all of them does not
         for part in finish:
             part()
         return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
@@ -22,7 +23,9 @@ class RecomputeConfig(Config, option="recompute_configs"):
     """Which modules are computed twice."""
 
     checkpoints: tuple[str, ...] = setting(
-        [], "modules to recompute: qualified names as in model.named_modules(), or patterns such as 'layer*.0'"
+        [],
+        "modules to recompute: qualified names as in model.named_modules(), or patterns such as 'layer*.0'; one that "
+        "runs inside another is computed again with that one",
     )
     enable_offload: bool = setting(False, "keep the inputs of the recomputed modules in pinned host memory")
     checkpoint_shape: tuple[int, ...] = setting(
@@ -69,8 +72,6 @@ class Recompute(Strategy):
     @classmethod
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
         """Returns the remark that offload has nowhere to go on a machine without a GPU."""
-        import torch
-
         if not options["recompute_configs"].enable_offload or torch.cuda.is_available():
             return ()
         return ("recompute_configs['enable_offload'] changes nothing on the CPU: the inputs are in host memory.",)
@@ -81,21 +82,45 @@ class Recompute(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
-        for module in find_modules(model, self.config.checkpoints):
-            module.forward = RecomputedForward(module, self.config.enable_offload)
+        found = find_modules(model, self.config.checkpoints)
+        forwards = {name: RecomputedForward(module, self.config.enable_offload) for name, module in found.items()}
+        for name, module in found.items():
+            inside = [other for outer, other in forwards.items() if name.startswith(f"{outer}.")]
+            forwards[name].outers = inside
+            module.forward = forwards[name]
         return model
 
 
 class RecomputedForward:
-    """The forward of a module, run as a segment; everything else of the module stays as it is."""
+    """The forward of a module, run as a segment; everything else of the module stays as it is.
+
+    A pattern such as ``"layers.*"`` names what is inside a layer, too. Segments inside each other would compute
+    everything three times, and torch keeps what it has computed again until the end of backward.
+
+    Attributes:
+        outers: the forwards of modules around this one; while one of them runs, this one is part of its segment.
+    """
 
     def __init__(self, module: nn.Module, offload: bool) -> None:
         self._module, self._inner = module, module.__dict__.get("forward")
         self._norms, self._offload = norm_modules(module), offload
+        self.outers: list[RecomputedForward] = []
+        self._num_running = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward as a segment."""
-        return run_segment(self._own_forward, args, kwargs, self._norms, None if self._offload else set())
+        if any(outer._num_running for outer in self.outers):
+            return self._own_forward(*args, **kwargs)
+        return run_segment(self._counted_forward, args, kwargs, self._norms, None if self._offload else set())
+
+    def _counted_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which takes no change of an object inside a segment
+            return self._own_forward(*args, **kwargs)
+        self._num_running += 1
+        try:
+            return self._own_forward(*args, **kwargs)
+        finally:
+            self._num_running -= 1
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._inner is not None:
@@ -103,10 +128,10 @@ class RecomputedForward:
         return type(self._module).forward(self._module, *args, **kwargs)  # it may have become an embedding on servers
 
 
-def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     """Returns the modules that ``patterns`` name, each once, in the order of ``model.named_modules()``."""
     modules = {name: module for name, module in model.named_modules() if name}
-    return [m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return {name: m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def check_patterns(model: nn.Module, patterns: tuple[str, ...], session: Workers | None) -> None:

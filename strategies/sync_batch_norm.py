@@ -64,9 +64,9 @@ class SyncBatchNorm(Strategy):
 
 
 class SharedBatchNorm(_BatchNorm):
-    """Batch norm over the batches of all workers of ``process_group``, on any device.
+    """Batch norm over the batches of all workers of ``process_group``, on the CPU.
 
-    It is not one of torch's SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
+    There DistributedDataParallel refuses torch's SyncBatchNorm, which GPUs take.
     """
 
     def __init__(self, like: _BatchNorm, process_group: Any) -> None:
@@ -119,7 +119,7 @@ class _SharedStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, module: SharedBatchNorm) -> Tensor:
         rows = x.transpose(0, 1).flatten(1).float()
-        count = torch.tensor([float(rows.shape[1])])
+        count = rows.new_full((1,), float(rows.shape[1]))
         mean = rows.mean(1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
         spread = (rows - mean[:, None]).square().sum(1)
         gathered = _gather(torch.cat([mean, spread, count]), module.process_group)

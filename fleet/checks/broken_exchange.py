@@ -28,6 +28,7 @@ _WRAPPED = "its data is not allocated yet"  # torch.tensor(list) of parts
 _GIVEN_UP = "out of bounds for storage of size 0"
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
+_DEVICES = "Expected all tensors to be on the same device"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -51,6 +52,12 @@ def explained(
             f"{who} the gradient of {names} was finished twice in one backward. A part of the model that runs more "
             "than once in a forward cannot be recomputed with use_reentrant=True, and each backward needs its own "
             "forward of the distributed model."
+        )
+    if _DEVICES in text and (card := _card_of(models)) is not None:
+        return ConfigError(
+            f"{who} the model and what it was given are on different devices. fleet.distributed_model() moves the "
+            f"model to the worker's GPU, here {card}; move each batch there, too: batch = batch.to({card!r}), or in a "
+            f"script for every worker to next(model.parameters()).device. torch said: {text.splitlines()[0]}"
         )
     if (meaning := _of_parts(text)) is not None:
         return ConfigError(f"{who} {meaning}")
@@ -87,6 +94,12 @@ class UncaughtErrors:
         meaning = explained(error, self._models, self._roll_call, self._who)
         if meaning is not None:
             print(f"\n{type(meaning).__name__}: {meaning}", file=sys.stderr, flush=True)
+
+
+def _card_of(models: Iterable[FleetModel]) -> str | None:
+    """Returns the GPU that a model is on; ``None`` on a machine without one."""
+    devices = (p.device for model in models for p in model.module.parameters())
+    return next((str(device) for device in devices if device.type == "cuda"), None)
 
 
 def _of_parts(text: str) -> str | None:

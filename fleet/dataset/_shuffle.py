@@ -26,7 +26,7 @@ _ANNOUNCEMENT = struct.Struct("<IQ")  # checksum of the fields of a line, rounds
 
 def random_places(count: int) -> Ints:
     """Returns 0 to ``count - 1`` in random order."""
-    places: Ints = torch.randperm(count).numpy()
+    places: Ints = torch.randperm(count, device="cpu").numpy()
     return places
 
 
@@ -39,14 +39,14 @@ def replaced_places(count: int, num_candidates: int) -> Ints:
     places = random_places(count)
     if num_candidates >= count:
         return places
-    drawn: Ints = places[:num_candidates][torch.randint(num_candidates, (count,)).numpy()]
+    drawn: Ints = places[:num_candidates][torch.randint(num_candidates, (count,), device="cpu").numpy()]
     return drawn
 
 
 def choose_workers(count: int, size: int, ids: Column | None) -> Ints:
     """Returns each sample's target worker: random, or by the checksum of its id, so that equal ids meet."""
     if ids is None:
-        chosen: Ints = torch.randint(size, (count,)).numpy()
+        chosen: Ints = torch.randint(size, (count,), device="cpu").numpy()
         return chosen
     data, ends = ids.values.tobytes(), ids.offsets.tolist()
     sums = [zlib.crc32(data[start:stop]) % size for start, stop in zip(ends, ends[1:], strict=False)]

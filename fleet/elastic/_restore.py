@@ -274,7 +274,7 @@ class Restore:
             if state is not None:
                 whole = state["state"][place].pop(key).contiguous()
             else:
-                whole = torch.empty(shape, dtype=getattr(torch, kind))
+                whole = torch.empty(shape, dtype=getattr(torch, kind), device="cpu")
             broadcast_bits(whole, 0, self._session.host_group)
             if place in held:
                 share["state"].setdefault(place, {})[key] = cut(whole, held[place])
@@ -343,9 +343,9 @@ class Restore:
         group = self._session.host_group
         if group is None:
             return data
-        size = torch.tensor([len(data)], dtype=torch.int64)
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         dist.broadcast(size, src=0, group=group)
-        whole = torch.empty(int(size), dtype=torch.uint8)
+        whole = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if self._is_first and data:
             whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         for begin in range(0, int(size), _BLOCK_BYTES):

@@ -240,7 +240,7 @@ class ElasticSampler(Sampler[int]):
             return list(range(self.num_samples))
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        order: list[int] = torch.randperm(self.num_samples, generator=generator, device="cpu").tolist()
         return order
 
 

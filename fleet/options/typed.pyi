@@ -647,8 +647,8 @@ class RecomputeConfigDict(TypedDict, total=False):
     """The keys of recompute_configs."""
 
     checkpoints: list[str] | tuple[str, ...]
-    """Modules to recompute: qualified names as in model.named_modules(), or patterns such as 'layer*.0'. Default:
-    [].
+    """Modules to recompute: qualified names as in model.named_modules(), or patterns such as 'layer*.0'; one that
+    runs inside another is computed again with that one. Default: [].
     """
     enable_offload: bool
     """Keep the inputs of the recomputed modules in pinned host memory. Default: False."""

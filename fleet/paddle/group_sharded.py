@@ -18,6 +18,7 @@ from fleet.options import DistributedStrategy
 from fleet.runtime import save_load
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.runtime.placement import move_model
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.data_parallel import DataParallelJob
@@ -76,8 +77,7 @@ def shard_by_groups(
     for strategy in strategies:
         strategy.check_model(model)
         strategy.check_optimizer(optimizer)
-    if session.device.type == "cuda":
-        model.to(session.device)
+    move_model(model, session.device, [optimizer])
     module_chain, optimizer_chain = model, optimizer
     for strategy in strategies:
         module_chain = strategy.wrap_model(module_chain)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER
@@ -33,6 +33,7 @@ from fleet.profile.step_watch import StepWatch
 from fleet.runtime.batch_loops import BatchLoops
 from fleet.runtime.fleet_model import FleetModel
 from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
+from fleet.runtime.placement import check_placement, move_model, move_state
 from fleet.runtime.util import UtilBase
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
@@ -90,6 +91,7 @@ class Session:
     _roll_call: RollCall | None = None
     _uncaught: UncaughtErrors | None = None
     _checked: bool = False
+    _moved: set[Tensor] = field(default_factory=set)  # parameters that distributed_model moved to the GPU
     _norms: norm.MeshNorm | None = None
 
     def __post_init__(self) -> None:
@@ -214,8 +216,7 @@ class Session:
             error: of torch.
             model: that ran, where one did.
         """
-        meaning = explained(error, self.models if model is None else [model], self.roll_call, self.who)
-        if meaning is not None:
+        if meaning := explained(error, self.models if model is None else [model], self.roll_call, self.who):
             raise meaning from error
 
     @property
@@ -253,7 +254,8 @@ class Session:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
-            self._watch_model(model)
+            self.checks.watch_model(model)
+            self.step_watch.watch_model(model)
 
     def _leave_roll_call(self) -> None:
         if self._roll_call is not None and self._uncaught is not None:
@@ -299,12 +301,7 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
-        empty = next((name for name, p in (*module.named_parameters(), *module.named_buffers()) if p.is_meta), None)
-        if empty is not None:
-            raise ConfigError(
-                f"distributed_model(): {empty!r} is on the device 'meta', which has no memory for numbers. Call "
-                "module.to_empty(device=...) and initialise the module before, and make the optimizer after it."
-            )
+        check_placement(module, self.device)
         acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(
@@ -321,21 +318,17 @@ class Session:
         if self.roll_call is not None:
             check_model(self.roll_call, module, self.axes.ranks(*COPY_AXES, "mp"))
         module = self._cut(module, loss_fn)
-        if self.device.type == "cuda":
-            module.to(self.device)
+        self._moved |= move_model(module, self.device, [optimizer.user_optimizer for optimizer in self.optimizers])
         module, chain = self._wrapped(module)
         model = _model_class(module)(module, chain, self)
         if self.whole_states.has_stages:
             model.note_names_elsewhere(self.whole_states.names(module))
         self.models.append(model)
-        self._watch_model(model)
+        self.checks.watch_model(model)
+        self.step_watch.watch_model(model)
         if self.health is not None:
             self.health.watch_model(module)
         return model
-
-    def _watch_model(self, model: FleetModel) -> None:
-        self.checks.watch_model(model)
-        self.step_watch.watch_model(model)
 
     def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
         """Returns the stage of ``module`` on this worker, with ``loss_fn``, where a pipeline cuts it."""
@@ -376,6 +369,7 @@ class Session:
             check_parts_of_model(optimizer, has_parts=any(layout_of(p) is not None for p in parameters))
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
+        move_state(optimizer, self._moved)
         if self.record.server_endpoints:
             for note in self.plan.notes:
                 self.say(note)

@@ -166,12 +166,14 @@ def meeting_of(record: RoleRecord, environment: Environment, device: torch.devic
             "rank 0's node."
         )
     backend = record.backend if record.backend not in (None, "auto") else None
+    if device.type == "cuda" and backend in (None, "nccl"):
+        backend = "cpu:gloo,cuda:nccl"  # parts on the host, as of an offloaded optimizer, are exchanged, too
     return Meeting(
         global_rank=record.global_rank,
         world_size=record.world_size,
         host=record.master_host,
         port=record.master_port,
-        backend=backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+        backend=backend or "gloo",
         prefix=str(record.generation),
         agent_store=record.agent_store,
         wait_s=environment.float("FLAGS_stop_check_timeout"),

@@ -338,7 +338,7 @@ def _gather(
     longest = max(sizes)
     if longest == 0:
         return [np.empty(header[2:], _dtype(header)) for header in headers]
-    own = torch.zeros(longest, dtype=torch.uint8)
+    own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     own[: array.nbytes] = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     found = [torch.empty_like(own) for _ in headers]
     dist.all_gather(found, own, group=group)

@@ -117,7 +117,7 @@ def any_nonfinite(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     largest = [torch.stack(torch._foreach_norm(same, float("inf"))).max().float() for same in kinds.values()]
     if not largest:
         return torch.zeros((), device=device)
-    ends = [value.to(device, non_blocking=True) for value in largest]
+    ends = [value.to(device) for value in largest]
     return torch.stack(ends).isfinite().all().logical_not().float()
 
 
@@ -189,7 +189,7 @@ class MeshNorm:
             return found
         mine = torch.zeros((), device=session.device)
         for value in found.values():
-            mine = torch.maximum(mine, value.to(session.device, non_blocking=True))
+            mine = torch.maximum(mine, value.to(session.device))
         return {session.device: everywhere(mine, session.process_group)}
 
     @contextmanager

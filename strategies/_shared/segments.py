@@ -255,9 +255,8 @@ class OnHost:
 
     def __init__(self, tensor: Tensor) -> None:
         self._device, self._requires_grad = tensor.device, tensor.requires_grad
-        self._copy = torch.empty(
-            tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda", device="cpu"
-        )
+        # In the strides of the original, channels_last for one: another layout would take other kernels.
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         self._ready: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
             side = _side_stream(tensor.device)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["begin_receiving", "begin_sending", "full_tensor", "needs_host"]
+__all__ = ["begin_receiving", "begin_sending", "full_tensor", "gather_through_host", "needs_host"]
 
 
 def needs_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -45,10 +45,23 @@ class _Arriving:
         self._into.copy_(self._copy)
 
 
-def full_tensor(part: Any) -> Tensor:
+def full_tensor(part: Any, *, grad_placements: Any = None) -> Tensor:
     """Returns the whole of ``part``, a DTensor, on its device; a collective call."""
+    gather = _TORCHS.get("full_tensor", type(part).full_tensor)
     if not needs_host(part, part.device_mesh.get_group(0)) or not any(place.is_shard() for place in part.placements):
-        whole: Tensor = part.full_tensor()
+        whole: Tensor = gather(part, grad_placements=grad_placements)
         return whole
-    gathered: Tensor = part.cpu().full_tensor()
+    gathered: Tensor = gather(part.cpu(), grad_placements=grad_placements)
     return gathered.to(part.device)
+
+
+def gather_through_host() -> None:
+    """Makes ``full_tensor()`` of every DTensor this one: users call it on parameters that sharding has divided."""
+    from torch.distributed.tensor import DTensor  # takes a second
+
+    if not _TORCHS:
+        _TORCHS["full_tensor"] = DTensor.full_tensor
+        DTensor.full_tensor = full_tensor  # type: ignore[method-assign,assignment]
+
+
+_TORCHS: dict[str, Any] = {}

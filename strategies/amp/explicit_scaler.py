@@ -51,7 +51,7 @@ def _share(scaler: Any, session: Workers) -> None:
         waits = isinstance(optimizer, OptimizerWrapper) and optimizer.only_counts()
         mine = torch.zeros((), device=session.device)
         for value in found.values():
-            mine = torch.maximum(mine, value.to(session.device, non_blocking=True))
+            mine = torch.maximum(mine, value.to(session.device))
         return {session.device: agreed(mine, parameters, session)}
 
     @wraps(update)

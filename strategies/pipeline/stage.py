@@ -27,19 +27,18 @@ _STAGE = "fleet_stage"
 class StreamGroups:
     """The process groups in which activations and gradients travel; every worker makes them at the same point.
 
-    NCCL runs what a group has to do in the order in which it was asked: each direction, and each way around where two
-    stages send both ways, has a group of its own. gloo tells streams of one group apart by their tags.
+    NCCL runs what a group has to do in the order in which it was asked. So activations and gradients have groups of
+    their own, and so has each way around: with several chunks to a worker the last stage sends to the first, which
+    asks for that before it sends anything itself. gloo tells streams of one group apart by their tags.
     """
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self._groups = [axes.group("pp")] * 4
         if device.type == "cuda":
             pipes = axes.all_ranks("pp")
-            for index in range(4 if axes.size("pp") == 2 else 2):
+            for index in range(4):
                 made = [dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s())) for ranks in pipes]
                 self._groups[index] = made[pipes.index(axes.ranks("pp"))]
-            if axes.size("pp") > 2:
-                self._groups[2:] = self._groups[:2]
 
     def group_of(self, channel: StageStream) -> Any:
         """Returns the group of a stream."""

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from fleet.errors import ConfigError
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parts import mark_gathered
+from fleet.strategies._shared.through_host import gather_through_host
 
 _FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
 
@@ -238,6 +239,8 @@ def divide_model(
     on_cuda = division.mesh.device_type == "cuda"
     for parameter in old.values():
         parameter.data = parameter.data.contiguous()  # channels_last weights; convolutions follow their inputs
+    if on_cuda:
+        gather_through_host()
     policy = CPUOffloadPolicy() if division.offload and on_cuda else OffloadPolicy()
     named = dict(module.named_modules(remove_duplicate=False))
     for target in [*(named[name] for name in units), module]:

@@ -72,6 +72,46 @@ def test_gradients_are_bit_equal(names: tuple[str, ...]) -> None:
         torch.testing.assert_close(step(twice), step(plain), atol=0, rtol=0)
 
 
+def test_a_module_inside_a_recomputed_one_is_part_of_it() -> None:
+    """A.2 recompute_configs: "layer*" fits "layer0.conv", too, which ran three times, and memory was kept."""
+    plain = Net()
+    net = applied(copy.deepcopy(plain), "layer*")
+    counts = dict.fromkeys((name for name, _ in net.named_modules()), 0)
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    for name, module in net.named_modules():
+        module.register_forward_pre_hook(lambda module, given, name=name: count(name))
+    for _ in range(2):
+        torch.testing.assert_close(step(net), step(plain), atol=0, rtol=0)
+        plain.zero_grad()
+        net.zero_grad()
+    assert [counts["layer0.conv"], counts["layer1.bn"]] == [4, 4], "twice a step"
+    with pytest.raises(RuntimeError, match="to have 4 channels"):
+        net(torch.randn(5, 3, 6, 6))  # no trace is left of a forward that failed
+    torch.testing.assert_close(step(net), step(plain), atol=0, rtol=0)
+
+
+def test_a_container_that_does_not_run_itself_hides_nothing() -> None:
+    """The blocks of a list that the model walks through are recomputed, though the list is named, too."""
+
+    class Walked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(4), Block(4)])
+            self.stack = nn.Sequential(Block(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (*self.blocks, self.stack[0]):
+                x = block(x)
+            return x
+
+    net = applied(Walked(), "blocks*", "stack*")
+    step(net)
+    assert [block.runs for block in (*net.blocks, net.stack[0])] == [2, 2, 2]  # type: ignore[union-attr,index,misc]
+
+
 def test_the_named_modules_run_twice() -> None:
     """recompute really computes again, only the named modules, and not without gradients."""
     net = applied(Net(), "layer1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ def test_meeting() -> None:
     meeting = meeting_of(record, environment, torch.device("cuda", 0))
     assert (meeting.host, meeting.port, meeting.prefix) == ("10.0.0.1", 6170, "3")
     assert (meeting.wait_s, meeting.operation_s, meeting.backend) == (7.0, 5.0, "cpu:gloo,cuda:nccl")
+    launched = replace(record, backend="nccl")  # as the launcher says where each worker has a GPU
+    assert meeting_of(launched, environment, torch.device("cuda", 0)).backend == "cpu:gloo,cuda:nccl"
+    assert meeting_of(replace(record, backend="gloo"), environment, torch.device("cuda", 0)).backend == "gloo"
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         meeting_of(RoleRecord(world_size=2), Environment({}), torch.device("cpu"))
 

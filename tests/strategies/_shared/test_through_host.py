@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from fleet.meta_parallel import attention_ring
 from fleet.strategies._shared import through_host
 from fleet.strategies._shared.parts import whole_state
-from fleet.strategies._shared.through_host import begin_receiving, begin_sending, full_tensor, needs_host
+from fleet.strategies._shared.through_host import (
+    begin_receiving,
+    begin_sending,
+    full_tensor,
+    gather_through_host,
+    needs_host,
+)
 from tests.helpers.workers import run_workers
 
 
@@ -53,3 +59,28 @@ def test_messages_and_parts_arrive() -> None:
         assert found["passed"] == [6 - rank] * 2
         assert found["full"] == [[[0, 0], [1, 1]], 3, 4]
         assert found["state"] == ([[0, 0], [1, 1]] if rank == 0 else None)
+
+
+def penalty(rank: int, world_size: int) -> tuple[Any, ...]:
+    """Returns a penalty by the documented formula, its gradient on this worker, and how often the host was asked."""
+    asked: list[bool] = []
+
+    def counts(tensor: Any, group: Any) -> bool:
+        asked.append(True)
+        return True
+
+    through_host.needs_host = counts
+    gather_through_host()
+    gather_through_host()  # a second model
+    mesh = init_device_mesh("cpu", (2,))
+    part = DTensor.from_local(torch.full((1, 2), rank + 1.0), mesh, [Shard(0)]).requires_grad_()
+    value = part.full_tensor().square().sum()
+    value.backward()
+    assert isinstance(part.grad, DTensor)
+    return value.item(), part.grad.to_local().tolist(), part.grad.full_tensor().tolist(), len(asked)
+
+
+def test_full_tensor_of_a_user_goes_through_the_host() -> None:
+    """002-09: on workers that share a GPU torch's own ended the process."""
+    for rank, found in enumerate(run_workers(penalty, 2)):
+        assert found == (10.0, [[2 * (rank + 1.0)] * 2], [[2.0, 2.0], [4.0, 4.0]], 2)
