@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
-from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.client.shards import TableMap
 from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
@@ -421,7 +421,6 @@ class ServerJob:
             job=environment.str("PADDLE_JOB_ID"),
             deadline_s=read_seconds(environment, "FLEET_PS_DEADLINE"),
             start_timeout_s=read_seconds(environment, "FLAGS_stop_check_timeout"),
-            wire=wire,
             shares_memory=environment.bool("FLEET_PS_SHARED_MEMORY"),
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
             places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
@@ -432,7 +431,9 @@ class ServerJob:
         client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
 
         def make(channel: int) -> Client:
-            config = replace(base, channel=channel, heartbeat=channel == 0)
+            # The channels of what is given once carry the rows that tables start from, which are not rounded.
+            form = wire if channel < ONCE else "float32"
+            config = replace(base, channel=channel, heartbeat=channel == 0, wire=form)
             return Client(
                 config,
                 transport=transport,

@@ -288,7 +288,7 @@ class Session:
                 strategy.check_optimizer(optimizer.user_optimizer)
         self.collective, self.plan, self.strategies = False, made, strategies
         for note in made.notes:
-            self.say(note)
+            LOGGER.warning(note)
         for optimizer in self.optimizers:
             optimizer.optimizer = self._stepped(optimizer.user_optimizer)
         for strategy in fresh:  # a_sync, which changes embeddings in place and wraps no model
@@ -372,7 +372,7 @@ class Session:
         move_state(optimizer, self._moved)
         if self.record.server_endpoints:
             for note in self.plan.notes:
-                self.say(note)
+                LOGGER.warning(note)
         wrapped = FleetOptimizer(self._stepped(optimizer), self, optimizer)
         self.optimizers.append(wrapped)
         self.checks.watch_optimizer(wrapped)

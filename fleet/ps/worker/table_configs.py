@@ -16,6 +16,8 @@ from fleet.ps.table.rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
 __all__ = ["configure_table"]
 
 _STATISTICS = tuple(f.name for f in fields(Accessor) if f.name not in ("kind", "zero_init", "create_by_score"))
+# What makes a table one of Paddle's: adagrad divides by shows. A rate, bounds or a range alone change no statistics.
+_OF_ACCESSOR = (*_STATISTICS, "zero_init", "sparse_accessor_class", "embedx_dim", "sparse_optimizer")
 _HYPER = {
     "learning_rate": "learning_rate",
     "initial_g2sum": "initial_g2sum",
@@ -126,10 +128,19 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _accessor(config: SparseTableConfig, settings: Mapping[str, Any]) -> Accessor:
-    kind = settings.get("sparse_accessor_class", config.accessor.kind if config.accessor is not None else None)
+def _accessor(config: SparseTableConfig, settings: Mapping[str, Any]) -> Accessor | None:
+    """Returns the accessor that the settings describe; the module's own where they describe none.
+
+    One that is described has the documented values for what is not named; the module's keeps its own.
+    """
+    if not any(key in _OF_ACCESSOR or key.startswith(("embed_", "embedx_")) for key in settings):
+        return config.accessor
     values = {key: settings[key] for key in (*_STATISTICS, "zero_init") if key in settings}
-    accessor = documented_accessor("SparseAccessor" if kind is None else kind, **values)
+    kind = settings.get("sparse_accessor_class")
+    if config.accessor is None:
+        accessor = documented_accessor("SparseAccessor" if kind is None else kind, **values)
+    else:
+        accessor = replace(config.accessor, **({} if kind is None else {"kind": kind}), **values)
     accessor.check_dim(config.dim, settings.get("embedx_dim"))
     return accessor
 

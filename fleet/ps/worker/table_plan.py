@@ -110,14 +110,15 @@ class TablePlan:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient and no table: it was frozen, or "
                     "not in the optimizer, when the tables were made. Unfreeze and add parameters before "
-                    "fleet.init_worker(); to freeze one, give its group the learning rate 0."
+                    "fleet.init_worker(); one that is to train later begins in a group with the learning rate 0."
                 )
         for parameter, part in moved:
             if not parameter.requires_grad:
+                number = next(i for i, own in enumerate(part.parameters) if own is parameter)
                 raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen after the tables were made, but "
-                    f"the rule {part.config.rule.name!r} would keep moving it. Freeze it before "
-                    "fleet.init_worker(), or give it its own group and set its learning rate to 0."
+                    f"{part.name_of(number)} was frozen after the tables were made, but the rule "
+                    f"{part.config.rule.name!r} would keep moving it. Freeze it before fleet.init_worker(), or give it "
+                    "a group of its own there, leave requires_grad True, and set the group's learning rate to 0."
                 )
 
     def _watched(self) -> tuple[list[nn.Parameter], list[tuple[nn.Parameter, DensePart]]]:

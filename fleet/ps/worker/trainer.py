@@ -131,6 +131,8 @@ class Trainer:
         self._rates = {}  # the rates on the servers may be those of an earlier process
         if client.config.rank == 0:
             give_initial_values(client, self.plan, self._connect)
+            if not client.step:  # nobody trained yet; a restarted worker 0 has yet to resume its schedule
+                self._send_rates()
         if self.config.launch_barrier or not self.plan.dense:
             client.barrier(START, self.config.user_call())
         wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 whose lease has ended
@@ -524,7 +526,7 @@ class Trainer:
         for part, rate in rates:
             if rate is not None and not 0 <= rate < math.inf:
                 raise ConfigError(
-                    f"optimizer.step(): the learning rate of {part.config.name!r} is {rate}; it must be finite and not "
+                    f"the learning rate of {part.config.name!r} is {rate}; it must be finite and not "
                     "negative. Look at the scheduler, or at what sets group['lr']."
                 )
         exchange = self._exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps_job.test_server_job import make_adagrad, make_sgd, served
-from tests.helpers.served import batches, run_job, train
+from tests.helpers.served import WideAndDeep, batches, run_job, train
 
 
 def strategy(wire: str, a_sync: bool = False, **configs: Any) -> fleet.DistributedStrategy:
@@ -47,6 +48,27 @@ def test_sync_training_is_near_float32_and_the_same_in_each_run(wire: str, make:
         assert torch.equal(one[1], other[1])
         assert not torch.equal(one[1], plain[1]), "nothing was rounded"
         torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(plain[0]), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_tables_start_from_the_weights_of_the_model(wire: str, tmp_path: Path) -> None:
+    """They were rounded on their way to the servers, which hold float32."""
+
+    def work(own: Fleet, rank: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = WideAndDeep()
+        start = net.words.weight.detach().clone()
+        own.distributed_optimizer(make_sgd(net.parameters()), made)
+        own.distributed_model(net)
+        own.init_worker()
+        own.save_persistables(str(tmp_path))
+        own.stop_worker()
+        return start
+
+    made = strategy(wire)
+    (start,) = run_job(work, num_servers=2, strategy=made)
+    found = fleet.ps.Reader(tmp_path).lookup("words", torch.arange(20))
+    torch.testing.assert_close(torch.as_tensor(found), start, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("configs", [{}, {"max_staleness": 1}, {"thread_pool_size": 2}])

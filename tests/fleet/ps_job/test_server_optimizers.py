@@ -17,6 +17,7 @@ from fleet.dataset import _training as training
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
 from tests.fleet.ps_job.test_server_job import strategy
+from tests.helpers.served import run_job
 
 IDS, WORDS, BASE = 12, 10, 10**13
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -219,3 +220,30 @@ def test_hooks_are_refused_beside_rows_of_an_embedding_too() -> None:
     with pytest.raises(UnsupportedOptionError, match="grad_clip"):
         own.init_worker()
     own.session.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_schedule_counts_before_the_first_step_of_worker_0(mode: str) -> None:
+    """A warm-up from 0: what worker 1 pushed first was applied with the rate below the schedule."""
+
+    def work(own: Fleet, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1, bias=False)
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 50.0), made)
+        model = own.distributed_model(net)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.01 * min(step, 2))
+        own.init_worker()
+        before = net.weight.detach().clone()
+        for _ in range(2 if rank else 0):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        own.barrier_worker()
+        after = net.weight.detach().clone()
+        assert schedule.get_last_lr() == [0.0]
+        own.stop_worker()
+        return [before, after]
+
+    made = strategy(mode)
+    for before, after in run_job(work, num_workers=2, strategy=made):
+        torch.testing.assert_close(after, before, atol=0, rtol=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.worker.table_configs import configure_table
@@ -52,6 +54,24 @@ def test_rules_of_both_parts() -> None:
 
 def test_the_optimizers_rule_with_a_rate_of_its_own() -> None:
     assert configure_table(PLAIN, {"learning_rate": 0.7}).rule == Rule("sgd", {"learning_rate": 0.7})
+
+
+@pytest.mark.parametrize("settings", [{"learning_rate": 0.7}, {"weight_bounds": [-1, 1]}, {"initial_range": 0.1}])
+def test_a_rate_or_a_range_adds_no_accessor(settings: dict[str, Any]) -> None:
+    """Rows would start at zeros, train their first column only, and be deleted by the next shrink."""
+    assert configure_table(PLAIN, settings).accessor is None
+    own = Accessor(zero_init=False, delete_threshold=0.0, embedx_threshold=0.0)
+    assert configure_table(replace(PLAIN, accessor=own), settings).accessor == own
+
+
+def test_the_accessor_of_a_module_keeps_what_is_not_named() -> None:
+    own = Accessor(zero_init=False, delete_threshold=0.0, embedx_threshold=0.0)
+    table = replace(PLAIN, accessor=own)
+    assert configure_table(table, {"sparse_optimizer": "adagrad", "max_rows": 100}).accessor == own
+    assert configure_table(table, {"embedx_threshold": 5}).accessor == replace(own, embedx_threshold=5)
+    assert configure_table(table, {"sparse_accessor_class": "CtrCommonAccessor"}).accessor == replace(
+        own, kind="CtrCommonAccessor"
+    )
 
 
 def test_the_range_of_the_columns_that_do_not_start_at_0() -> None:
