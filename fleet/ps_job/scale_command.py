@@ -106,7 +106,9 @@ def plan_moves(owners: Sequence[int], number: int, processes: int, away: Collect
         missing = f", {sorted(away)} of which do not answer" if away else ""
         raise ConfigError(
             f"scale to {number}: the job has {processes} server processes{missing}, and {len(owners)} shards, so 1 to "
-            f"{most} can serve. Start it with more of both (--server_spare, --server_shards) for more."
+            f"{most} can serve."
+            + (" Repeat the command when they are back." if away else "")
+            + (" Start the job with more of both (--server_spare, --server_shards) for more." if number > most else "")
         )
     held = {process: [s for s, owner in enumerate(owners) if owner == process] for process in range(processes)}
     present = sorted((p for p in held if p not in away), key=lambda p: (-len(held[p]), p))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -305,17 +305,7 @@ def _add_sparse(
         _check_geo(config)
     for part in plan.sparse:
         if part.config.name == config.name:
-            shared = isinstance(module, SparseEmbedding) and module.name is not None
-            if not shared or part.config != config:
-                raise ConfigError(
-                    f"two modules have a table {config.name!r} but describe it differently, or did not ask to share "
-                    "it. To share, give both the same SparseEmbedding(name=...) and arguments; otherwise other names."
-                )
-            if None not in (place, part.place) and place != part.place:
-                raise ConfigError(
-                    f"the table {config.name!r} is shared by modules in two parameter groups of the optimizer, but a "
-                    "table has one learning rate. Put their weights into one group."
-                )
+            _check_shared(part, config, module, name, place)
             part.modules.append(module)
             part.place = part.place or place
             return
@@ -330,6 +320,29 @@ def _follows(
     other = rule[LEARNING_RATE] + 0.123456789
     config = configure(module.table_config(rule.with_learning_rate(other), name))
     return (config.embed_rule or config.rule).get(LEARNING_RATE) == other, config.rule.get(LEARNING_RATE) == other
+
+
+def _check_shared(
+    part: SparsePart,
+    config: SparseTableConfig,
+    module: SparseEmbedding | ServedEmbedding,
+    name: str,
+    place: GroupPlace | None,
+) -> None:
+    """Raises ConfigError unless ``module``, with this name in the model, may share the table ``part``."""
+    asked = isinstance(module, SparseEmbedding) and module.name is not None
+    if asked and None not in (place, part.place) and place != part.place:
+        raise ConfigError(
+            f"the table {config.name!r} is shared by modules in two parameter groups of the optimizer, but a "
+            "table has one learning rate. Put their weights into one group."
+        )
+    differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(part.config, f.name)]
+    if not asked or differing:
+        why = f"describe it differently ({', '.join(differing)})" if differing else "did not ask to share it"
+        raise ConfigError(
+            f"{name} and another module have a table {config.name!r} but {why}. To share, give both the same "
+            "SparseEmbedding(name=...) and arguments; otherwise other names."
+        )
 
 
 def _check_geo(config: SparseTableConfig) -> None:

@@ -175,9 +175,15 @@ def test_modules_that_describe_a_table_differently_are_refused() -> None:
     for other in ({"dim": 5}, {"seed": 1}, {"entry": fleet.CountFilterEntry(2)}):
         model = Towers()
         model.item = SparseEmbedding(**{"dim": 4, "name": "ids", **other})
-        with pytest.raises(ConfigError, match="describe it differently"):
+        with pytest.raises(ConfigError, match=f"item and another .* describe it differently \\({next(iter(other))}\\)"):
             planned(model)
     model = Towers()
+    groups = [
+        {"params": [*model.user.parameters(), *model.out.parameters()]},
+        {"params": model.item.parameters(), "lr": 1.0},
+    ]
+    with pytest.raises(ConfigError, match="'ids' is shared by modules in two parameter groups"):
+        planned(model, torch.optim.SGD(groups, 0.1))
     with pytest.raises(ConfigError, match="does not hold user.weight"):
         planned(model, torch.optim.SGD(model.out.parameters(), 0.1))
     with pytest.raises(ConfigError, match="tables hold float32"):
