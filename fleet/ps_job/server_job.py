@@ -25,7 +25,7 @@ from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_files import load_tables
-from fleet.ps.server.server_process import Prepare, run_servers
+from fleet.ps.server.server_process import Prepare, Watch, run_servers
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.auth import check_secret
@@ -85,7 +85,7 @@ class ServerJob:
         self._environment = Environment()
         self._parts: list[tuple[ServerConfig, Prepare | None]] = []  # what this process serves
         self._server_tls: ssl.SSLContext | None = None
-        self._watch: Callable[[ServerState], Callable[[], None]] = lambda machine: lambda: None
+        self._watch: Watch = lambda machine, is_new: lambda: None
         self._embedded: Server | None = None
         self._metrics: list[Callable[[], None]] = []  # what ends them
         self._publication: Publication | None = None
@@ -226,7 +226,9 @@ class ServerJob:
             )
         metrics = self._read_metrics()
         index, configs = record.global_rank, self._shards(shared, record.global_rank)
-        self._watch = lambda machine: metrics.serve_server(machine, index, configs[0].endpoint)
+        self._watch = lambda machine, is_new: metrics.serve_server(
+            machine, index, configs[0].endpoint, waits=not is_new
+        )
         self._parts = [
             (config, None if dirname is None else self._loader(config, dirname, var_names)) for config in configs
         ]

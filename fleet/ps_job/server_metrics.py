@@ -1,18 +1,22 @@
 """FLEET_PS_METRICS_PORT: metrics of servers and workers, as Prometheus reads them; needs the extra ``metrics``.
 
-Server i takes port + i, worker r takes port + number of servers + r, so that a job on one machine needs no list. Names
-begin with ``fleet_ps_``. Counters only grow: ``rate(fleet_ps_pushed_rows_total[1m])`` are the rows per second.
+Server i takes port + i, worker r takes port + number of servers + r, so that a job on one machine needs no list. A
+server and its standby have one port: the one that serves answers there. Names begin with ``fleet_ps_``. Counters only
+grow: ``rate(fleet_ps_pushed_rows_total[1m])`` are the rows per second.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from email.parser import Parser
 from typing import TYPE_CHECKING, Any
 
+from fleet._log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
@@ -30,6 +34,8 @@ __all__ = ["Metrics", "address_towards", "serve_measures"]
 _HIGHEST = 65535
 # Anybody who reaches the port may ask: who says nothing makes room, and nobody stays for long.
 _MOST_CALLERS, _SCRAPE_S, _LONGEST_REQUEST = 32, 10.0, 16384
+# A server that hands over gives its port back within two seconds.
+_RETRY_S, _WARN_AFTER_S = 0.2, 5.0
 Stop = Callable[[], None]
 
 
@@ -63,14 +69,18 @@ class Metrics:
         check_installed()
         self._first = first
 
-    def serve_server(self, machine: ServerState, index: int, endpoint: str) -> Stop:
+    def serve_server(self, machine: ServerState, index: int, endpoint: str, *, waits: bool = False) -> Stop:
         """Serves the metrics of server ``index`` beside its ``endpoint``, and shows them on the page of the job.
+
+        Args:
+            waits: a port that cannot be had now is no error; metrics are served as soon as it can. The rows of a server
+                that takes over are worth more, and the one before it may still have the port.
 
         Returns:
             What ends both.
         """
         host = endpoint.rpartition(":")[0].strip("[]")
-        stop = self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index)
+        stop = self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index, waits=waits)
         end_page = write_server_page(machine, index, self._environment)
 
         def end() -> None:
@@ -86,11 +96,17 @@ class Metrics:
         host = address_towards(endpoints[0])
         return self._serve(lambda: worker_measures(trainer), {"worker": str(rank)}, host, self._num_servers + rank)
 
-    def _serve(self, read: Callable[[], list[Measure]], labels: dict[str, str], host: str, place: int) -> Stop:
+    def _serve(
+        self, read: Callable[[], list[Measure]], labels: dict[str, str], host: str, place: int, *, waits: bool = False
+    ) -> Stop:
         if self._first is None:
             return lambda: None
-        stop = serve_measures(read, labels, host, self._first + place)
-        self._say(f"metrics of this process are at {host}:{self._first + place}/metrics")
+        port = self._first + place
+        line = f"metrics of this process are at {host}:{port}/metrics"
+        if waits:
+            return _serve_when_free(lambda: _open(read, labels, host, port), f"{host}:{port}", lambda: self._say(line))
+        stop = serve_measures(read, labels, host, port)
+        self._say(line)
         return stop
 
 
@@ -134,20 +150,65 @@ def serve_measures(
         PSError: the port is taken, or the address is not this machine's.
     """
     check_installed()
-    from prometheus_client import CollectorRegistry
-
-    registry = CollectorRegistry()
-    registry.register(_Collector(read, labels))
     try:
-        listener = listen(host, port)
+        return _open(read, labels, host, port)
     except OSError as error:
         raise PSError(
             f"metrics cannot be served on {host}:{port}: {error}. Set FLEET_PS_METRICS_PORT to the first of a range of "
             "free ports: server i takes the i-th of it, and worker r the r-th after the servers'."
         ) from None
 
+
+def _serve_when_free(open_port: Callable[[], Stop], address: str, say: Callable[[], None]) -> Stop:
+    """Opens the port now, or from a thread as soon as ``open_port`` raises no OSError; returns what ends either.
+
+    ``say`` is called once it is open. A warning says once what is waited for, unless it comes soon.
+    """
+    ended, stops = threading.Event(), list[Stop]()
+    began, warned = time.monotonic(), False
+
+    def is_open(waited_s: float) -> bool:
+        nonlocal warned
+        try:
+            stops.append(open_port())
+        except OSError as error:
+            if waited_s > _WARN_AFTER_S and not warned:
+                warned = True
+                LOGGER.warning(
+                    f"metrics cannot be served on {address}: {error}. This server took over, or was started "
+                    "again: it serves its rows meanwhile, and metrics as soon as the port is free. End the process "
+                    "that has it."
+                )
+            return False
+        say()
+        return True
+
+    def wait() -> None:
+        while not ended.wait(_RETRY_S) and not is_open(time.monotonic() - began):
+            pass
+
+    if is_open(0.0):
+        return stops[0]
+    thread = threading.Thread(target=wait, name="fleet-metrics port", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+        for stop in stops:
+            stop()
+
+    return end
+
+
+def _open(read: Callable[[], list[Measure]], labels: Mapping[str, str], host: str, port: int) -> Stop:
+    """Serves ``read()`` from now on; raises OSError where the port cannot be had."""
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(read, labels))
     return Answerer(
-        listener,
+        listen(host, port),
         lambda request: _answer(request, registry),
         most=_MOST_CALLERS,
         limit_s=_SCRAPE_S,

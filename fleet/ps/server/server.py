@@ -72,6 +72,7 @@ class Server:
         BodyDigest(b"")([bytes(8)], 8)
         self.config = config
         self.is_finishing = False  # the workers are gone, and the sink takes the last rows
+        self.is_new = False  # it serves from the start of the job: nothing was recovered or taken over
         self._transport = transport or SocketTransport()
         self._notify = notify
         self._make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
@@ -143,12 +144,12 @@ class Server:
                 self._pair.follow(self._take_over)
                 self._listen(self._accept)
                 return
-            is_new = self._recover()
+            self.is_new = self._recover()
         except FleetError:
             raise
         except OSError as error:
             raise PSError(f"parameter server {config.index} cannot use its folder {config.folder}: {error}.") from error
-        if prepare is not None and is_new:
+        if prepare is not None and self.is_new:
             prepare(state)
         if self._pair is not None:
             self._pair.lead(state, has_standby=True)
@@ -158,6 +159,7 @@ class Server:
     def _take_over(self, state: ServerState) -> None:
         """Serves the state of a standby that was promoted."""
         self._use(state)
+        self.is_new = False
         self._turn_over = threading.Event()
         state.evict_all()
         if state.job.published.history:

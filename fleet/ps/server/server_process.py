@@ -17,7 +17,7 @@ from fleet.ps.wire.transport import Transport
 __all__ = ["Prepare", "Watch", "run_server", "run_servers"]
 
 Prepare = Callable[[ServerState], None]
-Watch = Callable[[ServerState], Callable[[], None]]
+Watch = Callable[[ServerState, bool], Callable[[], None]]
 
 
 def run_server(
@@ -26,7 +26,7 @@ def run_server(
     transport: Transport | None = None,
     notify: Callable[[str], None] = print,
     prepare: Prepare | None = None,
-    watch: Watch = lambda state: lambda: None,
+    watch: Watch = lambda state, is_new: lambda: None,
 ) -> None:
     """Serves until the workers are gone, then removes the state in the folder: the job is over.
 
@@ -38,7 +38,8 @@ def run_server(
         transport: how connections are made; TCP by default.
         notify: receives each log line; one says on which endpoint the server is listening.
         prepare: see :meth:`fleet.ps.server.server.Server.start`.
-        watch: is given the state once the server listens; what it returns is called at the end.
+        watch: is given the state once the server serves workers, and whether the job begins with it (False: it took
+            over, or goes on from its folder); what it returns is called at the end.
 
     Raises:
         ConfigError: no secret, or numba is broken or disabled.
@@ -53,7 +54,7 @@ def run_servers(
     *,
     transport: Transport | None = None,
     notify: Callable[[str], None] = print,
-    watch: Watch = lambda state: lambda: None,
+    watch: Watch = lambda state, is_new: lambda: None,
 ) -> None:
     """Serves several shards in this process, as :func:`run_server` serves one; the first that fails ends all.
 
@@ -79,7 +80,7 @@ def _serve(server: Server, watch: Watch) -> None:
     """Serves until the job is over."""
     while server.wait_for_turn():
         with ExitStack() as turn:
-            turn.callback(watch(server.state))
+            turn.callback(watch(server.state, server.is_new))
             server.wait()
         if server.still_leads():
             server.finish_publishing()

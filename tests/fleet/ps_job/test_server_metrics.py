@@ -6,10 +6,14 @@ import os
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,11 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
 from fleet.ps.server.measures import Measure
+from fleet.ps.server.server_process import run_server
+from fleet.ps.server.server_state import ServerState
 from fleet.ps_job.server_metrics import Metrics, address_towards, serve_measures
+from tests.fleet.ps.service import Service, silent, until
+from tests.fleet.ps.standby.test_pair import FIRST, Duo, push_and_flush
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.crowd import Crowd
 from tests.helpers.served import batches, run_job, train
@@ -162,6 +170,120 @@ def test_a_taken_port_is_named_and_the_worker_has_not_begun(monkeypatch: pytest.
             served(own, strategy("sync"), make_sgd)
     assert own.session.server_job.trainer is None
     own.session.close()
+
+
+@contextmanager
+def watched_duo(folder: Path, first: int, watched: Sequence[int]) -> Iterator[tuple[Duo, list[Future[None]]]]:
+    """Yields a server and its standby, each as its process runs it; those ``watched`` have one port for metrics."""
+    pair = Duo(folder)
+    metrics = Metrics(Environment({"FLEET_PS_METRICS_PORT": str(first)}), 1, 1, pair.lines.append)
+
+    def run(place: int) -> None:
+        def watch(state: ServerState, is_new: bool) -> Callable[[], None]:
+            return metrics.serve_server(state, 0, FIRST, waits=not is_new) if place in watched else lambda: None
+
+        run_server(pair.configs[place], transport=pair.transport, notify=pair.lines.append, watch=watch)
+
+    running = [in_background(partial(run, place)) for place in (0, 1)]
+    try:
+        until(lambda: said(pair, "has a snapshot and follows") == 1)
+        yield pair, running
+    finally:
+        pair.close()
+
+
+def in_background(call: Callable[[], None]) -> Future[None]:
+    """What ``call`` comes to; a test that fails does not wait for it."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def said(pair: Duo, part: str) -> int:
+    """How often one of the two has said it."""
+    return sum(part in line for line in pair.lines)
+
+
+def test_a_server_that_hands_over_gives_its_port_to_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The one that took over ended because the port was taken, and the rows with it."""
+    first = free_range(2)
+    with watched_duo(tmp_path, first, [0, 1]) as (pair, running):
+        client = pair.client()
+        for turn in range(2):
+            push_and_flush(client)
+            assert pair.switch(turn) == {"leads": pair.configs[1 - turn].endpoint}
+            push_and_flush(client)
+            until(lambda turn=turn: said(pair, "metrics of this process are at") == 2 + turn)  # type: ignore[misc]
+            assert scraped(first)["fleet_ps_table_rows", (("server", "0"), ("table", "ads"))] == 1
+            until(lambda turn=turn: said(pair, "has a snapshot and follows") == 2 + turn)  # type: ignore[misc]
+        client.goodbye()
+        for future in running:
+            future.result(20)
+    assert not caplog.records
+    with pytest.raises(urllib.error.URLError):
+        scraped(first)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_server_that_takes_over_serves_rows_while_its_port_is_taken(
+    tmp_path: Path, is_freed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fleet.ps_job.server_metrics._WARN_AFTER_S", 0.3)
+    first = free_range(2)
+    with socket.create_server(("127.0.0.1", first)) as taken, watched_duo(tmp_path, first, [1]) as (pair, running):
+        client = pair.client()
+        pair.switch(0)
+        push_and_flush(client)
+        until(lambda: bool(caplog.records))
+        time.sleep(0.5)  # another try or two
+        if is_freed:
+            taken.close()
+            until(lambda: said(pair, "metrics of this process are at") == 1)
+            assert scraped(first)
+        client.goodbye()
+        for future in running:
+            future.result(20)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"cannot be served on 127.0.0.1:{first}: [Errno 98]" in record.message
+    assert "metrics as soon as the port is free" in record.message
+    assert not any(thread.name.startswith("fleet-metrics") for thread in threading.enumerate())
+
+
+def test_a_taken_port_ends_a_server_at_the_start_of_a_job_only(tmp_path: Path) -> None:
+    """One that is started again goes on from its folder."""
+    first = free_range(2)
+    metrics = Metrics(Environment({"FLEET_PS_METRICS_PORT": str(first)}), 1, 1, lambda line: None)
+    with socket.create_server(("127.0.0.1", first)):
+        service = Service(1, level=1, folder=tmp_path)
+        config, transport = service.configs[0], service.transport
+
+        def run() -> None:
+            run_server(
+                config,
+                transport=transport,
+                notify=silent,
+                watch=lambda state, is_new: metrics.serve_server(state, 0, FIRST, waits=not is_new),
+            )
+
+        with pytest.raises(PSError, match=f"cannot be served on 127.0.0.1:{first}: .* range of free ports"):
+            run()
+        service.start(0)
+        client = service.client()
+        push_and_flush(client)
+        service.servers[0].stop()
+        running = in_background(run)
+        push_and_flush(client)
+        client.goodbye()
+        running.result(20)
+        service.close()
 
 
 def test_a_worker_serves_on_its_address_towards_the_servers() -> None:
