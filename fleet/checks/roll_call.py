@@ -80,6 +80,7 @@ class RollCall:
         self.described: Described = lambda rank: ""  # where a rank is on the mesh; the session knows it later
         self._number = self._answered = 0
         self._meeting: tuple[str, str] | None = None  # the call and the user's line
+        self._is_alone = True  # no other thread than the main one has met the others
         self._waits_since: float | None = None
         self._error: BaseException | None = None
         self._clocks = (0.0, 0.0, 0.0)
@@ -105,9 +106,11 @@ class RollCall:
         """
         number, where = self._number, user_line(sys._getframe(1))
         names = [f"{number}/{rank}" for rank in range(self._world_size)]
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_alone &= is_main
         self._number, self._meeting, self._error = number + 1, (call, where), None
         try:
-            self._store.set(names[self.global_rank], json.dumps([call, where, text]))
+            self._store.set(names[self.global_rank], json.dumps([call, where, text, is_main]))
             self._wait_for(names, call, where)
             posts = [json.loads(post) for post in self._store.multi_get(names)]
             self._store.add(f"{number}/read", 1)
@@ -181,6 +184,7 @@ class RollCall:
                 if any(self._store.check([f"left/{rank}"]) for rank in absent) and not self._store.check(names):
                     self._refuse(call, where, absent, self.whereabouts())
                 self._refuse_restarted(f"{call} at {where}", absent)
+                self._raise_refused(names[0], f"{call} at {where}")
                 look_at = now + _LOOK_EVERY_S
                 if now >= ask_at and absent:
                     self._ask(call, where, present, absent, now - began)
@@ -209,6 +213,42 @@ class RollCall:
                 "log. This worker ends so that all join anew, as the launcher's --max_restart makes them; they resume "
                 "from the newest checkpoint."
             ) from error
+
+    def waiting(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns the call and line of those ``ranks`` whose main threads wait for this one in the next call of all.
+
+        None where other threads of this worker make such calls, too, and so may come to this one.
+        """
+        found = {}
+        with contextlib.suppress(dist.DistError):
+            for rank in ranks if self._is_alone else ():
+                if self._store.check([name := f"{self._number}/{rank}"]):
+                    call, where, _, is_main = json.loads(self._store.get(name))
+                    if is_main:
+                        found[rank] = f"{call} at {where}"
+        return found
+
+    def still_wait(self, ranks: Sequence[int]) -> bool:
+        """Returns whether all ``ranks`` answer that they wait in a call of all."""
+        found = self.whereabouts()
+        return all(found[rank].state == MEETS for rank in ranks)
+
+    def refuse(self, ranks: Sequence[int], text: str) -> None:
+        """Has ``ranks``, which wait for this worker in the next call of all, raise ``text``; it ends afterwards."""
+        key, deadline = f"{self._number}/refused", time.monotonic() + _BREAK_WITHIN_S
+        with contextlib.suppress(dist.DistError):
+            self._store.set(key, text)
+            # Rank 0 serves what they read.
+            while self._store.add(f"{key}/read", 0) < len(ranks) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _raise_refused(self, name: str, what: str) -> None:
+        """Raises RendezvousError where another worker, which waits for this one elsewhere, has given up."""
+        key = f"{name.partition('/')[0]}/refused"
+        if self._store.check([key]):
+            text = self._store.get(key).decode()
+            self._store.add(f"{key}/read", 1)
+            raise RendezvousError(f"{self._who} {what} cannot finish. {text}")
 
     def _refuse_restarted(self, what: str, absent: Sequence[int]) -> None:
         again = [rank for rank in absent if self._root.check([restarted_key(rank)])]
@@ -249,7 +289,7 @@ class RollCall:
     def _check_calls(self, posts: dict[int, list[str]]) -> None:
         """Raises ConfigError unless all ``posts`` are for the same call."""
         places: dict[str, list[int]] = {}
-        for rank, (call, _, _) in posts.items():
+        for rank, (call, *_) in posts.items():
             places.setdefault(call, []).append(rank)
         if len(places) > 1:
             calls = [f"  {self._named(ranks)}: {call} at {posts[ranks[0]][1]}" for call, ranks in places.items()]

@@ -445,7 +445,8 @@ def _check_same(name: str, values: Sequence[Any]) -> None:
     if any(value != values[0] for value in values):
         raise ConfigError(
             f"Checkpoint.save(): the workers are at different places: {name} by rank is {list(values)!r}. Every worker "
-            "must call save() after the same step."
+            "must call save() after the same step. Give all the same number of batches: "
+            'rest="drop" or "repeat" of fleet.ParquetDataset, drop_last of a sampler.'
         )
 
 

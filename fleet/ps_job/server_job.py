@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet.checks.absent_workers import AbsentWorkers
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.client.client import Client
@@ -412,7 +413,7 @@ class ServerJob:
             return read_user_secret(self._environment)
         return check_secret(next((one for one in endpoints if not stays_here(one)), ""), text)
 
-    def _client_maker(self, endpoints: Sequence[str], wire: str) -> Callable[[int], Client]:
+    def _client_maker(self, endpoints: Sequence[str], strategy: ASync) -> Callable[[int], Client]:
         record, environment, session = self._session.record, self._environment, self._session
         places = read_places(environment, record.server_endpoints)
         base = ClientConfig(
@@ -427,6 +428,7 @@ class ServerJob:
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
             places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
         )
+        absent = AbsentWorkers(session, is_sync=strategy.mode == "sync")
         remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.
         transport = SocketTransport(client_tls=read_worker_tls(environment) if self._embedded is None else None)
@@ -434,7 +436,7 @@ class ServerJob:
 
         def make(channel: int) -> Client:
             # The channels of what is given once carry the rows that tables start from, which are not rounded.
-            form = wire if channel < ONCE else "float32"
+            form = strategy.config.wire if channel < ONCE else "float32"
             config = replace(base, channel=channel, heartbeat=channel == 0, wire=form)
             return Client(
                 config,
@@ -442,14 +444,14 @@ class ServerJob:
                 notify=session.say,
                 client_id=client_id,
                 remainders=remainders,
-                look_after=session.check_restarted,
+                look_after=absent.look_after,
             )
 
         return make
 
     def _make_trainer(self, strategy: ASync, plan: TablePlan, endpoints: Sequence[str]) -> Trainer:
         served, config = strategy.served, self._trainer_config(strategy)
-        make_client = self._client_maker(endpoints, strategy.config.wire)
+        make_client = self._client_maker(endpoints, strategy)
         assert served is not None
         if strategy.hybrid:
             return make_hybrid_trainer(self._session, plan, config, make_client, served.optimizer)

@@ -195,11 +195,6 @@ class Session:
         if self.roll_call is not None:
             self.roll_call.meet(call)
 
-    def check_restarted(self, ranks: Sequence[int]) -> None:
-        """Raises RendezvousError where one of ``ranks``, for which this worker waits, waits for all to join anew."""
-        if self._roll_call is not None:
-            self._roll_call.check_restarted(ranks)
-
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Turns a torch error inside the context into one that says what it means for the job."""

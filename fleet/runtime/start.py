@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fleet._addresses import means_itself
 from fleet._log import LOGGER, show_log
+from fleet.checks.whereabouts import user_line
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
@@ -93,7 +94,8 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
     def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
         # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
         meeting = replace(meeting_of(met, environment, device), rejoins=True)
-        return start_process_group(replace(meeting, backend="gloo") if device == _HOST else meeting, LOGGER.info)
+        meeting, place = replace(meeting, backend="gloo") if device == _HOST else meeting, user_line()
+        return start_process_group(meeting, lambda line: LOGGER.info("%s joins the other workers: %s", place, line))
 
     return meet
 

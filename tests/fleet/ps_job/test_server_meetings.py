@@ -26,6 +26,7 @@ from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
 from tests.helpers.ready_python import run_python
 from tests.helpers.served import batches, run_job, strategy_of, train
 from tests.helpers.trainers import thread_trainers
+from tests.launch.launcher import Launcher
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -244,3 +245,54 @@ def test_a_server_off_loopback_says_how_to_make_a_secret() -> None:
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "64"
+
+
+UNEVEN = """
+import os, sys
+import torch
+from fleet import fleet
+fleet.init()
+strategy = fleet.DistributedStrategy()
+strategy.a_sync = False
+module = torch.nn.Linear(3, 1)
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), strategy)
+model = fleet.distributed_model(module)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+    sys.exit(0)
+how, rank = os.environ["HOW"], fleet.worker_index()
+checkpoint = fleet.elastic.Checkpoint("checkpoint", model, optimizer)
+if how == "save":
+    checkpoint.resume()
+fleet.init_worker()
+if how == "joined":
+    fleet.all_reduce(1.0)
+for _ in range(2 if rank == int(os.environ["SHORT"]) else 3):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if how == "barrier":
+    fleet.barrier_worker()
+if how == "save":
+    checkpoint.save(epoch=1)
+else:
+    fleet.metrics.acc(3, 4)
+fleet.stop_worker()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "short"), [("save", 1), ("joined", 0), ("barrier", 1)])
+def test_uneven_batches_before_a_call_of_all(how: str, short: int, tmp_path: Path) -> None:
+    """Both waited for 900 s: the step for the other's step, the other for this one's call; the barrier is the way."""
+    with Launcher(tmp_path, UNEVEN, "--server_num=1", "--worker_num=2", env={"HOW": how, "SHORT": f"{short}"}) as job:
+        code = job.wait(60)
+        steps, waits = job.log(f"workerlog.{1 - short}"), job.log(f"workerlog.{short}")
+        assert (code == 0) == (how == "barrier"), steps + waits
+    if how != "barrier":
+        call = "checkpoint.save(epoch=1)" if how == "save" else "fleet.metrics.acc(3, 4)"
+        assert re.search(r"RendezvousError: \[rank \d of 2\] train.py:\d+ `optimizer.step\(\)` waits at the", steps)
+        assert re.search(rf"rank {short}: waits in .* at train.py:\d+ `{re.escape(call)}`", steps)
+        assert "Call fleet.barrier_worker() after the last batch" in steps
+        assert re.search(rf"RendezvousError: \[rank {short} of 2\] .*`{re.escape(call)}`.* cannot finish", waits)
