@@ -6,13 +6,13 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.processes import die_with_parent
+from tests.helpers.processes import die_with_parent, freeze
+from tests.helpers.workers import free_port
 
 START_LIMIT_S = 20.0
 
@@ -24,13 +24,6 @@ def missing() -> str:
     if importlib.util.find_spec("etcd3gw") is None:
         return "needs etcd3gw (pip install 'torch-fleet[elastic]')"
     return ""
-
-
-def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Etcd:
@@ -112,7 +105,7 @@ class Etcd:
     def freeze(self) -> None:
         """Lets it answer nothing from now on, while its port still takes connections."""
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         """Lets it answer again."""

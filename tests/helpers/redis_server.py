@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.etcd import free_port
-from tests.helpers.processes import die_with_parent
+from tests.helpers.processes import die_with_parent, freeze
+from tests.helpers.workers import free_port
 
 START_LIMIT_S = 30.0
 
@@ -95,7 +95,7 @@ class RedisServer:
 
     def freeze(self) -> None:
         """Lets it answer nothing from now on, while its port still takes connections."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def thaw(self) -> None:
         """Lets it answer again."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 import fleet
 from fleet.facade import Fleet
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from tests.helpers.workers import free_ports
 
 __all__ = ["RowSum", "ServedJob", "WideAndDeep", "batches", "run_job", "strategy_of", "train"]
 
@@ -129,11 +128,7 @@ def train(model: Any, optimizer: Any, data: Sequence[Batch], scheduler: Any = No
 
 
 def _free_endpoints(count: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for made in sockets:
-            made.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{made.getsockname()[1]}" for made in sockets]
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def _serve_plainly(own: Fleet, index: int) -> None:

@@ -149,6 +149,11 @@ def free_ports(count: int) -> list[int]:
     return chosen
 
 
+def free_port() -> int:
+    """Returns one of :func:`free_ports`."""
+    return free_ports(1)[0]
+
+
 def _merged(
     base: dict[str, str],
     extra: Mapping[str, str | None] | Callable[[int], Mapping[str, str | None]] | None,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.workers import free_port
 from tests.launch.launcher import Launcher, wait_until_gone
 
 SECRET = {"FLEET_JOB_SECRET": "0123456789abcdef" * 4}
@@ -21,12 +22,6 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["PA
       os.environ["PADDLE_MASTER"])
 """
 TWO = ("--nnodes=2", "--nproc_per_node=1")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def master() -> tuple[str, str]:
