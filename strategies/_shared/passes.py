@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchang
 from fleet.strategies._shared.parts import is_part
 
 _MARK = "fleet_forward"
+
+_FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
+
+
+def outside_graphs(function: _FunctionType) -> _FunctionType:
+    """Returns ``function``, which the compiler of ``to_static`` leaves out: one that exchanges with other workers.
+
+    Traced, its exchanges would be compiled, at a moment of each worker's own.
+    """
+    return cast(_FunctionType, torch.compiler.disable(function))
 
 
 class Forward:

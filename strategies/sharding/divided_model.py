@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,8 @@ from torch.utils._pytree import tree_leaves
 from fleet.errors import ConfigError
 from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parts import mark_gathered
+from fleet.strategies._shared.passes import outside_graphs
 from fleet.strategies._shared.through_host import gather_through_host
-
-_FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
-
-
-def _outside_graphs(function: _FunctionType) -> _FunctionType:
-    return cast(_FunctionType, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +112,7 @@ class DividedModule(nn.Module):
             self.reshard()
         return output
 
-    @_outside_graphs
+    @outside_graphs
     def reshard(self) -> None:
         """Gives up every gathered parameter; the module holds its parts only."""
         for root in self._roots:
@@ -151,7 +146,7 @@ class DividedModule(nn.Module):
             self.set_exchanges(before[0])
             self.held = before[1]
 
-    @_outside_graphs
+    @outside_graphs
     def _share_buffers(self) -> None:
         buffers = [b for b in self.module.buffers() if b.numel()]
         if buffers:
@@ -171,7 +166,7 @@ class GatheredHooks:
         ]
         self._hooked: dict[int, Tensor] = {}
 
-    @_outside_graphs
+    @outside_graphs
     def __call__(self, unit: nn.Module, inputs: Any) -> None:
         """Looks at the parameters that are gathered now; torch keeps the same tensors from step to step."""
         for module, name, part in self._parts:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._shared.loss_value import watch_losses
+from fleet.strategies._shared.passes import outside_graphs
 from fleet.strategies.tensor_parallel.part_penalties import warn_of_penalties
 
 _BACKWARDS = 2  # whose losses are looked at
@@ -130,6 +131,7 @@ class EqualGradients:
         return EqualGradients, (None,)
 
 
+@outside_graphs
 def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Returns, alike on every worker of ``group``, whether all have the same ``tensor``."""
     sizes = torch.tensor([tensor.numel(), -tensor.numel()], device=tensor.device)
@@ -161,6 +163,7 @@ def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
+@outside_graphs
 def check_forms(inputs: Any, group: dist.ProcessGroup, values: bool = False) -> None:
     """Raises ConfigError on every worker of ``group`` unless all have tensors of the same shapes and types.
 
@@ -189,6 +192,7 @@ def _device(leaves: Any) -> torch.device:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
+@outside_graphs
 @torch.no_grad()
 def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies: bool = True) -> tuple[Any, bool]:
     """Returns ``inputs`` with the tensors of the first worker of ``group``, and whether this one's were others.
@@ -220,6 +224,7 @@ def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies:
     return made, bool(torch.stack([d.cpu() for d in differed]).any()) if differed else False
 
 
+@outside_graphs
 def _on_any(flag: bool, group: dist.ProcessGroup) -> bool:
     """Returns whether ``flag`` is True on a worker of ``group``."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
