@@ -12,10 +12,11 @@ apart: the engine does not run them then.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,7 +39,15 @@ def outside_graphs(function: _FunctionType) -> _FunctionType:
 
     Traced, its exchanges would be compiled, at a moment of each worker's own.
     """
-    return cast(_FunctionType, torch.compiler.disable(function))
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # The compiler takes a second to import, so it is not told before it is there.
+        inner = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+        return inner(*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return cast(_FunctionType, run)
 
 
 class Forward:
