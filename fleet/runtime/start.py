@@ -93,8 +93,9 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
 
     def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
         # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
-        meeting = replace(meeting_of(met, environment, device), rejoins=True)
-        meeting, place = replace(meeting, backend="gloo") if device == _HOST else meeting, user_line()
+        meeting, place = replace(meeting_of(met, environment, device), rejoins=True), user_line()
+        if device == _HOST:
+            meeting = replace(meeting, backend="gloo")
         return start_process_group(meeting, lambda line: LOGGER.info("%s joins the other workers: %s", place, line))
 
     return meet

@@ -40,11 +40,15 @@ def outside_graphs(function: _FunctionType) -> _FunctionType:
     Traced, its exchanges would be compiled, at a moment of each worker's own.
     """
 
+    left_out: Callable[..., Any] = function
+
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left_out
         # The compiler takes a second to import, so it is not told before it is there.
-        inner = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-        return inner(*args, **kwargs)
+        if left_out is function and "torch._dynamo" in sys.modules:
+            left_out = torch.compiler.disable(function)
+        return left_out(*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast(_FunctionType, run)
