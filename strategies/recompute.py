@@ -94,8 +94,8 @@ class Recompute(Strategy):
 class RecomputedForward:
     """The forward of a module, run as a segment; everything else of the module stays as it is.
 
-    A pattern such as ``"layers.*"`` names what is inside a layer, too. Segments inside each other would compute
-    everything three times, and torch keeps what it has computed again until the end of backward.
+    A pattern such as ``"layers.*"`` names what is inside a layer, too. Of segments inside each other torch keeps what
+    it has computed again until the end of backward.
 
     Attributes:
         outers: the forwards of modules around this one; while one of them runs, this one is part of its segment.
