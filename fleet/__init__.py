@@ -35,8 +35,8 @@ _HOMES = {
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
     "Fleet": "fleet.facade",
-    "FleetModel": "fleet.runtime.fleet_model",
-    "FleetOptimizer": "fleet.runtime.fleet_optimizer",
+    "FleetModel": "fleet.training.fleet_model",
+    "FleetOptimizer": "fleet.training.fleet_optimizer",
     "HybridCommunicateGroup": "fleet.topology",
     "InMemoryDataset": "fleet.dataset._in_memory",
     "KafkaSource": "fleet.dataset._kafka",
@@ -54,7 +54,7 @@ _HOMES = {
     "SparseEmbedding": "fleet.ps",
     "StrategyFactory": "fleet.paddle.strategy_factory",
     "UserDefinedRoleMaker": "fleet.role_maker",
-    "UtilBase": "fleet.runtime.util",
+    "UtilBase": "fleet.job.util",
     "estimate_memory": "fleet.estimate.memory",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
@@ -188,7 +188,7 @@ def _instance() -> Fleet:
     """Returns the one Fleet of this process, created at first use."""
     if "_fleet" not in globals():
         from fleet.facade import Fleet
-        from fleet.runtime.running import RUNNING
+        from fleet.job.running import RUNNING
 
         globals()["_fleet"] = Fleet(RUNNING)
     found: Fleet = globals()["_fleet"]

@@ -62,6 +62,9 @@ from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
 from fleet.features.transforms import Transforms
+from fleet.job.session import Session
+from fleet.job.util import HostArray
+from fleet.job.util import UtilBase as UtilBase
 from fleet.layers.mpu.mp_ops import split as split
 from fleet.options import BuildStrategy as BuildStrategy
 from fleet.options import DistributedStrategy as DistributedStrategy
@@ -80,16 +83,13 @@ from fleet.role_maker import PaddleCloudRoleMaker as PaddleCloudRoleMaker
 from fleet.role_maker import Role as Role
 from fleet.role_maker import RoleMakerBase
 from fleet.role_maker import UserDefinedRoleMaker as UserDefinedRoleMaker
-from fleet.runtime.fleet_model import FleetModel as FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer as FleetOptimizer
-from fleet.runtime.session import Session
-from fleet.runtime.util import HostArray
-from fleet.runtime.util import UtilBase as UtilBase
 from fleet.strategies._shared.segments import recompute as recompute
 from fleet.strategies._shared.segments import recompute_sequential as recompute_sequential
 from fleet.topology import CommunicateTopology as CommunicateTopology
 from fleet.topology import HybridCommunicateGroup as HybridCommunicateGroup
 from fleet.topology import ParallelMode as ParallelMode
+from fleet.training.fleet_model import FleetModel as FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer as FleetOptimizer
 
 __all__ = [
     "BuildStrategy",

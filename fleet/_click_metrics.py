@@ -14,7 +14,7 @@ from fleet._metric_values import area_under, checked_batch, host_array, reduced,
 from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from fleet.runtime.util import UtilBase
+    from fleet.job.util import UtilBase
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -10,7 +10,7 @@ import torch
 from fleet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fleet.runtime.util import HostArray, UtilBase
+    from fleet.job.util import HostArray, UtilBase
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -16,21 +16,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER, set_log_level
+from fleet.checkpoint import save_load
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
+from fleet.job.running import Running
+from fleet.job.session import Session
+from fleet.job.start import start_session
+from fleet.job.util import HostArray, UtilBase
 from fleet.options import DistributedStrategy, mark_copied
 from fleet.paddle import group_sharded
 from fleet.ps_job.inference_model import save_model
 from fleet.role_maker import RoleMakerBase
-from fleet.runtime import save_load
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.running import Running
-from fleet.runtime.session import Session
-from fleet.runtime.start import start_session
-from fleet.runtime.util import HostArray, UtilBase
 from fleet.strategies.amp.amp import Amp
 from fleet.strategies.amp.explicit_scaler import share_scaler
 from fleet.topology import HybridCommunicateGroup, communicate_group
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
     import torch.distributed as dist

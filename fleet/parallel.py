@@ -17,10 +17,10 @@ from torch.multiprocessing.spawn import start_processes
 from fleet._exit_status import EXIT
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, NotInitializedError, UnknownOptionError, UnsupportedOptionError, did_you_mean
+from fleet.job.start import is_on_gpu
 from fleet.launch.plan.ports import free_ports
 from fleet.role.fleet_contract import read_device_ids
 from fleet.role.starters import read_record
-from fleet.runtime.start import is_on_gpu
 
 __all__ = ["ParallelEnv", "get_rank", "get_world_size", "spawn"]
 

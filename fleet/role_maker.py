@@ -31,7 +31,7 @@ from fleet.role.record import USER, Role, RoleRecord, check_endpoints, check_ran
 from fleet.role.starters import read_record
 
 if TYPE_CHECKING:
-    from fleet.runtime.util import HostArray, UtilBase
+    from fleet.job.util import HostArray, UtilBase
 
 __all__ = [
     "GeneralRoleMaker",

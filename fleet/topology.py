@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, did_you_mean
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 # Fleet's names of the axes in this class, and ours in the options.
 _AXIS_NAMES = {"dp": "data", "pp": "pipe", "sharding": "sharding", "sep": "sep", "cp": "context", "mp": "model"}

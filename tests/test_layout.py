@@ -37,7 +37,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/_version.py": "tests/fleet/test_main.py",
     "strategies/_shared/update_rule.py": "tests/strategies/test_lars_lamb.py",
     "strategies/_shared/casts.py": "tests/strategies/amp/test_amp_model.py",
-    "fleet/meta_parallel/pipeline_layer.py": "tests/fleet/runtime/test_pipeline_model.py",
+    "fleet/meta_parallel/pipeline_layer.py": "tests/fleet/training/test_pipeline_model.py",
     "fleet/ps/table/kernel_store.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_body_digest.py",

@@ -120,7 +120,7 @@ def test_a_job_without_a_divided_model_loads_no_engine_of_one() -> None:
 import sys
 from fleet import fleet
 fleet.init(is_collective=True)
-folders = "fleet.strategies.tensor_parallel.", "fleet.strategies.pipeline.", "fleet.runtime.pipeline_model"
+folders = "fleet.strategies.tensor_parallel.", "fleet.strategies.pipeline.", "fleet.training.pipeline_model"
 print(sorted(name for name in sys.modules if name.startswith(folders)))
 """
     named = ["pipeline.cut", "pipeline.descriptions", "pipeline.pipeline", "tensor_parallel.tensor_parallel"]

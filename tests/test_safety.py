@@ -31,7 +31,7 @@ OBJECT_COLLECTIVES = {
 
 # Files that may bind to every interface, and why.
 OPEN_SOCKETS = {
-    "fleet/runtime/process_group.py": "rank 0 behind address translation is reached at an address of no interface",
+    "fleet/job/process_group.py": "rank 0 behind address translation is reached at an address of no interface",
 }
 
 

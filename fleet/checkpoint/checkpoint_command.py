@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fleet.checkpoint.foreign.whole_state import WholeState
+    from fleet.checkpoint.readers.whole_state import WholeState
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMATS = ("fleet", "hf", "torch", "dcp")
@@ -80,7 +80,7 @@ def _size(text: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.foreign.recognised import open_state
+    from fleet.checkpoint.readers.recognised import open_state
 
     state = open_state(arguments.path)
     total = sum(one.num_bytes for one in state.tensors.values())
@@ -131,7 +131,7 @@ def _as_json(state: WholeState, total: int) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.foreign.recognised import open_state
+    from fleet.checkpoint.readers.recognised import open_state
 
     try:
         state = open_state(arguments.path)
@@ -151,7 +151,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.foreign.recognised import open_state
+    from fleet.checkpoint.readers.recognised import open_state
     from fleet.checkpoint.storage import is_remote, open_folder
 
     target = arguments.target.removeprefix("file://")
@@ -172,7 +172,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(note)
     names = list(state.tensors)
     if to == "hf":
-        from fleet.checkpoint.foreign.hugging_face import names_in_file
+        from fleet.checkpoint.readers.hugging_face import names_in_file
 
         names = names_in_file(state)
     total = sum(state.tensors[name].num_bytes for name in names)
@@ -224,21 +224,21 @@ def _write(state: WholeState, target: str, to: str, arguments: argparse.Namespac
 
     try:
         if to == "fleet":
-            from fleet.checkpoint.foreign.whole_state import write_fleet
+            from fleet.checkpoint.readers.whole_state import write_fleet
 
             write_fleet(state, target)
             return
         with _at_once(Path(target)) as path:
             if to == "hf":
-                from fleet.checkpoint.foreign.hugging_face import write_hugging_face
+                from fleet.checkpoint.readers.hugging_face import write_hugging_face
 
                 write_hugging_face(state, path, arguments.max_shard_size or 5 * 10**9)
             elif to == "torch":
-                from fleet.checkpoint.foreign.torch_file import write_torch
+                from fleet.checkpoint.readers.torch_file import write_torch
 
                 write_torch(state, path)
             else:
-                from fleet.checkpoint.foreign.dcp import write_dcp
+                from fleet.checkpoint.readers.dcp import write_dcp
 
                 write_dcp(state, path)
     except (OSError, RuntimeError) as error:

@@ -16,7 +16,7 @@ from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait,
 from fleet.checkpoint.storage import Folder
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.errors import CheckpointError, FleetError, did_you_mean
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 
 def load(

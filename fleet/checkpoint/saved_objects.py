@@ -16,9 +16,9 @@ from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import ConfigError
-from fleet.runtime.fleet_model import FleetModel
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.training.fleet_model import FleetModel
 
 OBJECTS = "#objects"  # the value that says of what kind each object of a checkpoint is
 

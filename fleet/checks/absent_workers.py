@@ -24,12 +24,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fleet.checks.whereabouts import named, user_line
 from fleet.errors import RendezvousError
+from fleet.job.whereabouts import named, user_line
 
 if TYPE_CHECKING:
-    from fleet.checks.roll_call import RollCall
-    from fleet.runtime.session import Session
+    from fleet.job.roll_call import RollCall
+    from fleet.job.session import Session
 
 STUCK_S = 2.0
 

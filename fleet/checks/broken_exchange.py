@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fleet._log import LOGGER
-from fleet.checks.whereabouts import account, user_line, user_line_of
 from fleet.errors import ConfigError, FleetError, RendezvousError
+from fleet.job.whereabouts import account, user_line, user_line_of
 
 if TYPE_CHECKING:
-    from fleet.checks.roll_call import RollCall
-    from fleet.runtime.fleet_model import FleetModel
+    from fleet.job.roll_call import RollCall
+    from fleet.training.fleet_model import FleetModel
 
 _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"

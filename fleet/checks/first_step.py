@@ -24,10 +24,8 @@ from fleet.checks.broken_exchange import listed, unused_text
 from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
 from fleet.checks.watches import ModelWatch, OptimizerWatch
-from fleet.checks.whereabouts import named, user_line
 from fleet.errors import ConfigError, RendezvousError
-from fleet.runtime.fleet_model import FleetModel, runs_inside
-from fleet.runtime.fleet_optimizer import Closure, FleetOptimizer, Step
+from fleet.job.whereabouts import named, user_line
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES
 from fleet.strategies._shared.experts import is_expert
@@ -36,9 +34,11 @@ from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel
 from fleet.strategies.sharding.owners import PartitionedOptimizer
+from fleet.training.fleet_model import FleetModel, runs_inside
+from fleet.training.fleet_optimizer import Closure, FleetOptimizer, Step
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fleet.checks.roll_call import RollCall
-from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError
+from fleet.job.roll_call import RollCall
+from fleet.job.whereabouts import named
 from fleet.options import DistributedStrategy
 from fleet.strategies._shared.experts import expert_modules, expert_names
 

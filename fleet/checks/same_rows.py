@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
-from fleet.checks.whereabouts import named
 from fleet.errors import ConfigError, OptionWarning
+from fleet.job.whereabouts import named
 from fleet.strategies._shared.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import gather_texts
 

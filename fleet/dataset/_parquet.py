@@ -27,7 +27,7 @@ from fleet.dataset._parquet_order import RowDivision, Span, rows_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import FeatureColumn, of_one_width
 from fleet.features.transforms import Transforms
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 __all__ = ["ParquetDataset"]
 

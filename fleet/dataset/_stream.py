@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from fleet._log import LOGGER
 from fleet.dataset._stream_source import Event, ReplayableSource, StreamReader, StreamSource
 from fleet.errors import CheckpointError, ConfigError, FleetError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 if TYPE_CHECKING:
     from fleet.ps.worker.covered_rank import CoveredRank, LostRanks

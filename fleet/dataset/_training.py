@@ -12,10 +12,10 @@ from fleet._log import LOGGER
 from fleet.dataset._batch import Batch
 from fleet.dataset._dump import Dump, host_array
 from fleet.errors import ConfigError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 __all__ = ["infer_from_dataset", "train_from_dataset"]
 

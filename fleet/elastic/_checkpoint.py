@@ -35,7 +35,7 @@ from fleet.elastic._torch_files import worker_part
 from fleet.elastic._write import Background, ShareWrite, Write, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 _VISIBLE_S = 2.0  # a worker that sees the folder later than this writes no share of its own in this run
 

@@ -15,7 +15,7 @@ from fleet.env import Environment
 from fleet.launch.processes.worker_file import PREEMPTED
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 
 class Health:

@@ -26,7 +26,7 @@ from fleet.elastic._torch_files import check_form
 from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 _VISIBLE_S = 5.0
 _POLL_S = 0.02

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 # Axes along which workers hold different parts of the model, or of a sequence.
 _PARTS = ("pp", "sep", "cp", "mp", "ep")

@@ -15,7 +15,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
 # Learning rates that schedulers store in a parameter group.

@@ -38,13 +38,13 @@ from fleet.elastic._state import (
 )
 from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part, worker_part
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
-from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.exchanged_texts import broadcast_bits
 from fleet.strategies._shared.parts import PART
 from fleet.strategies._shared.whole_states import cut
+from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 _BLOCK_BYTES = 1 << 28
 

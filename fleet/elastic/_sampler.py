@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
 

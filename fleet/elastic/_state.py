@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.model_states import ModelStates
-from fleet.runtime.save_load import known_entries
+from fleet.checkpoint.model_states import ModelStates
+from fleet.checkpoint.save_load import known_entries
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import PART, has_parts
 from fleet.strategies._shared.random_streams import TRACKER
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 
 def module_of(model: nn.Module) -> nn.Module:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fleet.estimate.divided_layers import Silent, StandInAxes
+from fleet.job.running import RUNNING
 from fleet.moe import expert_mesh, gates, token_exchange
 from fleet.moe.gates import BaseGate
 from fleet.moe.moe_layer import MoELayer
 from fleet.moe.token_exchange import exchange_rows
-from fleet.runtime.running import RUNNING
 
 EVENLY = (
     "tokens are counted as spread evenly over the experts, and none as dropped; a worker whose experts get more holds "

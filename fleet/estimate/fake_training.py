@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),

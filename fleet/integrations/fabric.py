@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fleet.errors import UnsupportedOptionError
 from fleet.integrations.lightning_workers import FleetWorkers, caller_names
 from fleet.options import DistributedStrategy
-from fleet.runtime.fleet_model import FleetModel
+from fleet.training.fleet_model import FleetModel
 
 # isort: split
 from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision

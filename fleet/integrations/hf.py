@@ -26,10 +26,10 @@ from torch import nn
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
+from fleet.job.running import running_session
+from fleet.job.session import Session
 from fleet.options import DistributedStrategy
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.running import running_session
-from fleet.runtime.session import Session
+from fleet.training.fleet_model import FleetModel
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments

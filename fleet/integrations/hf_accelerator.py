@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.session import Session
+from fleet.job.session import Session
 from fleet.strategies._shared.axes import DATA_AXES
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 
 
 class FleetAccelerator(Accelerator):  # type: ignore[misc]

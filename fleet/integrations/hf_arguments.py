@@ -9,8 +9,8 @@ from typing import Any
 from accelerate.utils import DistributedType
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.session import Session
 from fleet.options import DistributedStrategy
-from fleet.runtime.session import Session
 
 _NARROW = {"fp16": "float16", "bf16": "bfloat16"}
 _DEFAULT_TIMEOUT_S = 1800

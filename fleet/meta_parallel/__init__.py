@@ -29,7 +29,7 @@ _HOMES = {
     "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
     "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
     "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
-    "PipelineParallel": "fleet.runtime.pipeline_model",
+    "PipelineParallel": "fleet.training.pipeline_model",
     "PipelineParallelMicroStepLocations": f"{_PIPELINE}.hooks",
     "PipelineParallelWithInterleave": _WRAPPER,
     "PipelineParallelWithInterleaveFthenB": _WRAPPER,

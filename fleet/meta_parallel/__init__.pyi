@@ -30,7 +30,6 @@ from fleet.meta_parallel.wrapper_names import SegmentParallel as SegmentParallel
 from fleet.meta_parallel.wrapper_names import ShardingParallel as ShardingParallel
 from fleet.meta_parallel.wrapper_names import TensorParallel as TensorParallel
 from fleet.meta_parallel.wrapper_names import VPPFhenBInBalancedMemory as VPPFhenBInBalancedMemory
-from fleet.runtime.pipeline_model import PipelineParallel as PipelineParallel
 from fleet.strategies._shared.random_streams import RNGStatesTracker as RNGStatesTracker
 from fleet.strategies.pipeline.descriptions import LayerDesc as LayerDesc
 from fleet.strategies.pipeline.descriptions import LocalSharedLayerDesc as LocalSharedLayerDesc
@@ -48,6 +47,7 @@ from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear as Colu
 from fleet.strategies.tensor_parallel.layers import RowParallelLinear as RowParallelLinear
 from fleet.strategies.tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding
 from fleet.strategies.tensor_parallel.streams import get_rng_state_tracker as get_rng_state_tracker
+from fleet.training.pipeline_model import PipelineParallel as PipelineParallel
 
 __all__ = [
     "ColumnParallelLinear",

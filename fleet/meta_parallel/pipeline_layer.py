@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies.pipeline.descriptions import LayerDesc, StagedLayers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies.tensor_parallel.streams import seed_streams
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from fleet.errors import UnsupportedOptionError
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.pipeline_model import PipelineModel
 from fleet.strategies._shared.axes import Axes
+from fleet.training.fleet_model import FleetModel
+from fleet.training.pipeline_model import PipelineModel
 
 # The first axis with more than one worker names a model without stages.
 _BY_AXIS = {"mp": "TensorParallel", "sep": "SegmentParallel", "sharding": "ShardingParallel"}

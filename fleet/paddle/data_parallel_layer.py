@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fleet.errors import ConfigError, NotInitializedError
-from fleet.runtime.fleet_model import FleetModel
 from fleet.strategies.data_parallel import wrap_data_parallel
+from fleet.training.fleet_model import FleetModel
 
 
 class DataParallel(FleetModel):

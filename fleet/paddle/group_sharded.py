@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from fleet.checkpoint import save_load
 from fleet.errors import CheckpointError, ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.options import DistributedStrategy
-from fleet.runtime import save_load
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.placement import move_model
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.data_parallel import DataParallelJob
 from fleet.strategies.sharding.sharding import Sharding
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
+from fleet.training.placement import move_model
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
 _MIB = 1024 * 1024

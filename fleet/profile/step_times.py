@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from fleet.runtime.fleet_model import FleetModel
+    from fleet.training.fleet_model import FleetModel
 
 PARTS = ("data", "forward", "backward", "exchange", "update", "other")
 

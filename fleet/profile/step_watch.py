@@ -11,8 +11,8 @@ from fleet.profile.step_times import StepTimes
 from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
 
 if TYPE_CHECKING:
-    from fleet.runtime.fleet_model import FleetModel
     from fleet.trackers.step_values import StepValues
+    from fleet.training.fleet_model import FleetModel
 
 
 class StepWatch:

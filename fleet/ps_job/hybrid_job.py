@@ -19,7 +19,7 @@ from fleet.ps.worker.trainer_group import ProcessGroupTrainers, SingleTrainer, T
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 __all__ = ["make_hybrid_trainer", "meet_trainers"]
 

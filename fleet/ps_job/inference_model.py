@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from fleet.checkpoint import save_load
 from fleet.errors import ConfigError
 from fleet.features.transforms import FILE, Transforms
 from fleet.ps.worker.trainer import Trainer
-from fleet.runtime import save_load
 
 __all__ = ["save_model"]
 

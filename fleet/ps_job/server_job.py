@@ -58,7 +58,7 @@ from fleet.strategies.a_sync import ASync, publication_of
 from fleet.strategies.asp import Asp
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 __all__ = ["ServerJob"]
 

@@ -24,8 +24,8 @@ from fleet.trackers.tracker import RunInfo, Tracker
 from fleet.trackers.value_means import ValueMeans, as_numbers
 
 if TYPE_CHECKING:
+    from fleet.job.session import Session
     from fleet.options import DistributedStrategy
-    from fleet.runtime.session import Session
 
 __all__ = ["RunLog"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     from fleet.profile.step_times import StepTimes
-    from fleet.runtime.fleet_model import FleetModel
+    from fleet.training.fleet_model import FleetModel
 
 __all__ = ["StepValues", "peak_of"]
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleet.checks.whereabouts import named
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.job.whereabouts import named
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
 if TYPE_CHECKING:
-    from fleet.runtime.session import Session
+    from fleet.job.session import Session
 
 __all__ = ["ValueMeans", "as_numbers"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies._shared.flat import broadcast_from_rank_0, chunks, copy_back, flattened
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import local

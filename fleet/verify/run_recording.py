@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
+from fleet.training.fleet_model import FleetModel
 from fleet.verify.draw_replay import Draws
 from fleet.verify.loader_replay import ReplayedBatches
 from fleet.verify.record_files import RecordFile

@@ -33,15 +33,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fleet import facade
-from fleet.checks.roll_call import RollCall
 from fleet.env import export
+from fleet.job.roll_call import RollCall
 from fleet.options import DistributedStrategy
-from fleet.runtime.fleet_optimizer import FleetOptimizer
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.update_rule import RuleWrapper
 from fleet.strategies.pipeline import micro_batches
 from fleet.strategies.pipeline.step import PipelineStep
 from fleet.trackers.run_log import RunLog
+from fleet.training.fleet_optimizer import FleetOptimizer
 from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
 from fleet.verify.loader_replay import ReplayedBatches, install_batches

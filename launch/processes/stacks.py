@@ -21,7 +21,7 @@ _WAITS = (
     "torch/distributed/",
     "torch/autograd/graph.py",
     "torch/nn/parallel/distributed.py",
-    "fleet/checks/roll_call.py",
+    "fleet/job/roll_call.py",
 )
 _WAIT_DEPTH = 6
 _OUTERMOST = ("<module>", "_run_module_as_main")

@@ -14,7 +14,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from fleet import _click_metrics, metrics
 from fleet.errors import CheckpointError, ConfigError
-from tests.fleet.runtime.test_util import alone, joined
+from tests.fleet.job.test_util import alone, joined
 from tests.helpers.workers import run_workers
 
 UTIL = alone()

@@ -14,7 +14,7 @@ from torch import nn
 import fleet
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, StrategyConflictError, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.runtime.fleet_model import FleetModel
+from fleet.training.fleet_model import FleetModel
 from tests.helpers.fleets import own_fleet
 
 TWO_WORKERS = {

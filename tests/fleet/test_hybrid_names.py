@@ -19,11 +19,11 @@ from fleet.errors import ConfigError, NotInitializedError, OptionWarning, Unsupp
 from fleet.incubate.distributed import fleet as incubated
 from fleet.meta_parallel import layer_spec, wrapper_names
 from fleet.meta_parallel.parallel_layers import mp_layers, pp_layers, random
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.pipeline_model import PipelineModel
 from fleet.scaler import distributed_scaler
 from fleet.strategies._shared.axes import Axes
 from fleet.strategies.pipeline.descriptions import StagedLayers
+from fleet.training.fleet_model import FleetModel
+from fleet.training.pipeline_model import PipelineModel
 from fleet.utils import mix_precision_utils, moe_utils, timer_helper
 from tests.helpers.workers import run_workers
 

@@ -16,8 +16,8 @@ from sklearn.metrics import roc_auc_score
 
 from fleet import metrics
 from fleet.errors import CheckpointError, ConfigError
-from fleet.runtime.util import UtilBase
-from tests.fleet.runtime.test_util import alone, joined
+from fleet.job.util import UtilBase
+from tests.fleet.job.test_util import alone, joined
 from tests.helpers.workers import run_workers
 
 UTIL = alone()

@@ -13,12 +13,12 @@ from torch import nn
 
 from fleet import clip, optimizer, regularizer
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.session import Session
 from fleet.options import DistributedStrategy
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy_plan import plan
+from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.fleet.test_recorded_results import DATA, recorded_net, weights
 from tests.helpers.workers import run_workers
 

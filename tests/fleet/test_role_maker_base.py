@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.job.util import UtilBase
 from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import RoleMakerBase
-from fleet.runtime.util import UtilBase
 
 QUESTIONS = {
     "is_worker": True, "is_server": False, "is_first_worker": False, "is_coordinator": False,

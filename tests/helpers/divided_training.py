@@ -199,7 +199,7 @@ def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = 
     ``wrap`` sees the module before ``distributed_model`` does.
     """
     from fleet import fleet
-    from fleet.runtime.running import running_session
+    from fleet.job.running import running_session
     from fleet.strategies._shared.parameter_layout import layouts_in
 
     session = running_session()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fleet
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies._shared.experts import is_expert
 from tests.helpers.sequence_training import whole_of
 

@@ -6,7 +6,7 @@ import pytest
 
 import fleet
 from fleet.facade import Fleet
-from fleet.runtime.running import RUNNING
+from fleet.job.running import RUNNING
 
 
 def own_fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import fleet
 from fleet.integrations.fabric import FleetStrategy as FabricStrategy
 from fleet.integrations.lightning import FleetStrategy as TrainerStrategy
-from fleet.runtime.running import RUNNING
+from fleet.job.running import RUNNING
 
 Weights = dict[str, Tensor]
 QUIET: dict[str, Any] = {

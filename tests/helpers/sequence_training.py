@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fleet
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 
 HIDDEN, HEADS, KV_HEADS, TOKENS, VOCABULARY, ROWS, STEPS = 32, 8, 4, 16, 24, 4, 8
 

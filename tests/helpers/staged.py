@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
+from fleet.job.running import running_session
 from fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -20,7 +21,6 @@ from fleet.meta_parallel import (
     SharedLayerDesc,
     VocabParallelEmbedding,
 )
-from fleet.runtime.running import running_session
 from fleet.strategies._shared.random_streams import TRACKER
 
 SHARED = "embed"

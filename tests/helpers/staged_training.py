@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fleet import fleet
+from fleet.job.running import running_session
 from fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from fleet.runtime.running import running_session
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 Loss = Callable[[Any, Any], Tensor]

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+from fleet.job.session import Session
 from fleet.options import DistributedStrategy
 from fleet.paddle.strategy_factory import StrategyFactory
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
-from fleet.runtime.session import Session
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies._shared.served_optimizer import SERVERS, ServedOptimizer
 from fleet.strategies.a_sync import ASync, is_hybrid, ps_mode

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import fleet
 from fleet._log import LOGGER
 from fleet.checks.broken_exchange import UncaughtErrors, explained
-from fleet.checks.whereabouts import ENDED, Whereabouts
 from fleet.errors import ConfigError, RendezvousError
+from fleet.job.whereabouts import ENDED, Whereabouts
 from tests.helpers.workers import run_workers
 
 GONE: Any = SimpleNamespace(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies import REGISTRY, Stage, Strategy
 from fleet.strategies._declare.strategy import Values
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper

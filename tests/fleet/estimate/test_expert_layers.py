@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fleet
+from fleet.job.running import running_session
 from fleet.moe import MoELayer
 from fleet.moe.gates import BaseGate
-from fleet.runtime.running import running_session
 from tests.fleet.estimate.test_staged_training import peak_of
 from tests.helpers.workers import run_workers
 

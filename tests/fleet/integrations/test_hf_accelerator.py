@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.helpers.fleets import own_fleet
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fleet
 from fleet.clip import ClipGradByGlobalNorm
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from tests.helpers.workers import run_workers
 
 SIZE = 8

@@ -12,7 +12,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from tests.launch.launcher import Launcher
 
 SCRIPT = """

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.job.running import running_session
 from fleet.profile.step_times import PARTS, StepTimes
-from fleet.runtime.fleet_model import FleetModel
-from fleet.runtime.fleet_optimizer import FleetOptimizer
-from fleet.runtime.running import running_session
+from fleet.training.fleet_model import FleetModel
+from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.helpers.workers import run_workers
 
 

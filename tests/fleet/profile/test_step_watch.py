@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies._shared.gradient_exchange import exchange_of
 from tests.helpers.workers import run_workers
 

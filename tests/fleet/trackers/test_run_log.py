@@ -13,7 +13,7 @@ import torch
 
 import fleet
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.trackers import RunInfo, Tracker, named_trackers, run_log
 from tests.helpers.workers import run_workers
 

@@ -19,7 +19,7 @@ def test_they_need_a_job_and_somebody_to_exchange_with() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
     assert util.obtain_optimizer_parameters_list(optimizer) == optimizer.param_groups[0]["params"]
     assert util.unwrap_optimizer(optimizer) is optimizer
-    from fleet.runtime.running import RUNNING
+    from fleet.job.running import RUNNING
 
     if RUNNING.session is None:
         with pytest.raises(NotInitializedError, match=r"fleet.init\(is_collective=True\)"):

@@ -50,7 +50,7 @@ def test_a_stack_that_is_not_there() -> None:
     assert read_stack(Path("/nowhere"), 0, 1) == Stack()
     assert Stack().place == ""
     assert not Stack().waits
-    assert Stack((Frame("/x/fleet/checks/roll_call.py", 3, "_wait_for"),)).waits  # not the one that the others wait for
+    assert Stack((Frame("/x/fleet/job/roll_call.py", 3, "_wait_for"),)).waits  # not the one that the others wait for
     assert Stack((Frame("/code/a.py", 3, "f"),)).place == "/code/a.py:3 in f"
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.runtime.running import running_session
+from fleet.job.running import running_session
 from fleet.strategies._shared.stages import on_some_stage
 from fleet.strategies.amp.amp import AmpConfig
 from fleet.strategies.amp.policy import check_stages

@@ -1,4 +1,4 @@
-"""The order of whole states, and what can travel; states of whole models are in tests/fleet/runtime."""
+"""The order of whole states, and what can travel; states of whole models are in tests/fleet/checkpoint."""
 
 from __future__ import annotations
 

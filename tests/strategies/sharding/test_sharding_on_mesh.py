@@ -38,7 +38,7 @@ def test_sharding_with_divided_layers() -> None:
 
 def mesh_of_copies(rank: int, world_size: int) -> list[list[int]]:
     """Returns the ranks of the mesh over which a stage 2 of sharding with dp and sep divides."""
-    from fleet.runtime.running import running_session
+    from fleet.job.running import running_session
     from fleet.strategies._shared.mesh import copies_mesh
 
     axes: Axes = init(hybrid_configs={"sharding_degree": 2, "sep_degree": 2})

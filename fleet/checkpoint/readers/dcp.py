@@ -1,0 +1,269 @@
+"""Checkpoints of ``torch.distributed.checkpoint``: read without running their metadata, written by torch itself.
+
+Source of the format: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``. A folder holds ``.metadata``,
+a pickle that says of each tensor which boxes lie at which bytes of which file; at those bytes stands what
+``torch.save`` writes of the box.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.checkpoint.index import Index, Piece, TensorEntry
+from fleet.checkpoint.readers.plain_pickle import Named, Opaque, opaque, read_pickle
+from fleet.checkpoint.readers.torch_file import load_plain
+from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.readers.whole_state import TORCH_DTYPES, WholeState
+from fleet.checkpoint.storage import LocalFolder
+from fleet.errors import CheckpointError
+
+METADATA = ".metadata"
+_HOME = "torch.distributed.checkpoint.metadata"
+_OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"  # of two classes before torch 2.3
+
+
+def _sizes(items: Any = ()) -> tuple[int, ...]:
+    if type(items) not in (tuple, list) or not all(type(item) is int for item in items):
+        raise ValueError(f"torch.Size of {items!r}")
+    return tuple(items)
+
+
+def _text(*parts: Any) -> str:
+    return "/".join(map(str, parts))
+
+
+_DTYPES = {name: f"{one}".removeprefix("torch.") for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+# Every name that a metadata file of torch 2.0 to 2.13 may have, and what it becomes.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(_HOME, kind): opaque(kind) for kind in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta",
+    )},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): opaque("_StorageInfo"),
+    (_OLD_HOME, "TensorProperties"): opaque("TensorProperties"),
+    (_HOME, "_MEM_FORMAT_ENCODING"): Named(_text),
+    (_OLD_HOME, "MEM_FORMAT_ENCODING"): Named(_text),
+    ("torch.serialization", "_get_layout"): Named(_text),
+    ("torch", "Size"): Named(_sizes),
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    ("collections", "OrderedDict"): Named(dict),
+    **{(module, kind): Named(_text) for module in ("pathlib", "pathlib._local") for kind in (
+        "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath",
+    )},
+}  # fmt: skip
+
+
+def dcp_state(path: Path, key: str | None = None, in_order: bool = False) -> WholeState:
+    """Returns the state in the folder of a ``torch.distributed.checkpoint``.
+
+    Args:
+        path: the folder.
+        key, in_order: those of :func:`state_of_tree`.
+
+    Raises:
+        CheckpointError: the metadata has anything that the format does not have, of which nothing is run; or a file is
+            missing or damaged.
+    """
+    label = f"{path / METADATA}"
+    try:
+        data = LocalFolder(path).get(METADATA)
+    except OSError as error:
+        raise CheckpointError(f"{label}: {error.strerror or error}.") from error
+    found = read_pickle(data, _KNOWN, label)
+    try:
+        described = _Metadata(found, path)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{label} is no metadata of this format ({type(error).__name__}: {error}).") from error
+    placeholders = {
+        name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+        for name, entry in described.tensors.items()
+    }
+    names = {id(tensor): name for name, tensor in placeholders.items()}
+    leaves: dict[str, Any] = {**placeholders, **{name: described.value(name) for name in described.values}}
+    tree = _nested({described.paths.get(name, (name,)): leaves[name] for name in described.order}, label)
+
+    def read(tensor: Tensor) -> Tensor:  # the state keeps the placeholders, so an id is that of one tensor
+        return described.read(names[id(tensor)]) if id(tensor) in names else tensor
+
+    return state_of_tree(tree, f"{path}", "a checkpoint of torch.distributed.checkpoint", key, in_order, read)
+
+
+class _Metadata:
+    """What the metadata says: for each name its boxes, or where its value lies."""
+
+    def __init__(self, found: Any, folder: Path) -> None:
+        state = _state_of(found, "Metadata")
+        self._folder = folder
+        self.tensors: dict[str, TensorEntry] = {}
+        self.values: dict[str, tuple[str, int, int]] = {}
+        self.order: list[str] = []
+        self.paths: dict[str, tuple[Any, ...]] = _paths(state.get("planner_data"))
+        self._lengths: dict[Piece, int] = {}
+        stored = {_place(place): _stored(info) for place, info in state["storage_data"].items()}
+        for name, entry in state["state_dict_metadata"].items():
+            if not isinstance(name, str):
+                raise TypeError(f"a name is a {type(name).__name__}")
+            self.order.append(name)
+            if isinstance(entry, Opaque) and entry.kind == "BytesStorageMetadata":
+                self.values[name] = stored[name, None]
+            else:
+                self.tensors[name] = self._tensor(name, _state_of(entry, "TensorStorageMetadata"), stored)
+        if holes := Index(tensors=self.tensors).holes():
+            raise CheckpointError(f"{folder / METADATA}: no file has some parts of {holes[0]!r}.")
+
+    def _tensor(self, name: str, state: dict[str, Any], stored: Mapping[Any, tuple[str, int, int]]) -> TensorEntry:
+        dtype = state["properties"].state[0]
+        if dtype not in TORCH_DTYPES:
+            raise CheckpointError(
+                f"{self._folder / METADATA}: {name!r} is a tensor of {dtype}; {', '.join(TORCH_DTYPES)} are read."
+            )
+        entry = TensorEntry(dtype, _sizes(state["size"]))
+        for chunk in state["chunks"]:
+            box = _state_of(chunk, "ChunkStorageMetadata")
+            file, begin, length = stored[name, _sizes(box["offsets"])]
+            piece = Piece(file, begin, _sizes(box["offsets"]), _sizes(box["sizes"]))
+            if not piece.lies_in(entry.shape):
+                raise ValueError(f"a box lies outside {name!r}")
+            entry.pieces.append(piece)
+            self._lengths[piece] = length
+        return entry
+
+    def value(self, name: str) -> Any:
+        """Returns what is no tensor."""
+        file, begin, length = self.values[name]
+        return load_plain(self._bytes(file, begin, length), f"{self._folder / file}: {name!r}")
+
+    def read(self, name: str) -> Tensor:
+        """Returns the whole tensor of this name."""
+        entry = self.tensors[name]
+        made = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        for piece in entry.pieces:
+            label = f"{self._folder / piece.file}: {name!r}"
+            found = load_plain(self._bytes(piece.file, piece.begin, self._lengths[piece]), label)
+            if not isinstance(found, Tensor) or found.dtype != made.dtype or tuple(found.shape) != piece.sizes:
+                raise CheckpointError(f"{label} is not the {entry.dtype} {list(piece.sizes)} that {METADATA} says.")
+            box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            made[box] = found
+        return made
+
+    def _bytes(self, file: str, begin: int, length: int) -> io.BytesIO:
+        try:
+            with open(self._folder / file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if begin + length > size:
+                    raise CheckpointError(f"{self._folder / file} has {size} bytes and was cut off.")
+                opened.seek(begin)
+                return io.BytesIO(opened.read(length))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self._folder / file} is missing: {METADATA} says that it has parts.") from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / file}: {error.strerror or error}.") from error
+
+
+def _state_of(found: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(found, Opaque) or found.kind != kind or not isinstance(found.state, dict):
+        raise TypeError(f"a {kind} was expected")
+    return found.state
+
+
+def _place(place: Any) -> tuple[str, tuple[int, ...] | None]:
+    state = _state_of(place, "MetadataIndex")
+    offset = state.get("offset")
+    return state["fqn"], None if offset is None else _sizes(offset)
+
+
+def _stored(info: Any) -> tuple[str, int, int]:
+    state = _state_of(info, "_StorageInfo")
+    file, begin, length = state["relative_path"], state["offset"], state["length"]
+    if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
+        raise ValueError("bytes of a file are wrong")
+    if not isinstance(file, str) or Path(file).name != file or file in ("", "..", "."):
+        raise ValueError(f"{file!r} is no file of the folder")
+    if state.get("transform_descriptors"):
+        raise CheckpointError(
+            f"{file} was written through {state['transform_descriptors']!r}, such as compression, which is not read "
+            "here. Load it with torch, and save it without."
+        )
+    return file, begin, length
+
+
+def _paths(found: Any) -> dict[str, tuple[Any, ...]]:
+    """Returns where each name lies in nested dictionaries and lists, as torch's planner has noted it."""
+    if not isinstance(found, dict):
+        return {}
+    for name, path in found.items():
+        if type(path) is not tuple or not path or not all(type(part) in (str, int) for part in path):
+            raise ValueError(f"the path {path!r} of {name!r}")
+        if any(type(part) is int and not 0 <= part < 1_000_000 for part in path):
+            raise ValueError(f"the path {path!r} of {name!r}")
+    return found
+
+
+def _nested(leaves: Mapping[tuple[Any, ...], Any], label: str) -> Any:
+    """Returns nested dictionaries and lists of ``leaves`` by their paths; torch leaves out dictionaries without any."""
+    root: Any = _Branch()
+    for path, leaf in leaves.items():
+        at = root
+        for part in path[:-1]:
+            at = at.setdefault(part, _Branch())
+            if type(at) is not _Branch:
+                raise CheckpointError(f"{label}: {path!r} lies inside a value.")
+        if path[-1] in at:
+            raise CheckpointError(f"{label}: {path!r} stands there twice.")
+        at[path[-1]] = leaf
+    return _with_lists(root)
+
+
+class _Branch(dict[Any, Any]):
+    """A dictionary or a list that is being put together, unlike a dictionary that is a value."""
+
+
+def _with_lists(found: Any) -> Any:
+    if not isinstance(found, _Branch):
+        return found
+    made = {part: _with_lists(value) for part, value in found.items()}
+    if made and all(type(part) is int for part in made):
+        return [made.get(place, {}) for place in range(max(made) + 1)]
+    return made
+
+
+def write_dcp(state: WholeState, target: Path) -> None:
+    """Writes ``state`` by torch's own API, without a process group. The whole of it is in memory meanwhile.
+
+    Raises:
+        CheckpointError: torch cannot name its entries apart, because it joins the parts of a path by dots.
+        OSError: it cannot be written.
+    """
+    import torch.distributed.checkpoint as torch_checkpoint
+
+    tree = tree_of_state(state)
+    if others := _other_keys({name: value for name, value in tree.items() if state.groups(name) is None}):
+        state.notes.append(f"torch.distributed.checkpoint makes texts of keys that are none: {others[0]}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            torch_checkpoint.save(tree, checkpoint_id=target, no_dist=True)
+    except torch_checkpoint.api.CheckpointException as error:
+        failure = next((one for one, _ in error.failures.values()), error)
+        if isinstance(failure, OSError):
+            raise failure from None  # torch's own text is a traceback
+        raise CheckpointError(f"{target} was not written: {type(failure).__name__}: {failure}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{target} was not written: torch.distributed.checkpoint: {error}.") from error
+
+
+def _other_keys(value: Any, path: str = "") -> list[str]:
+    """Returns where dictionaries inside ``value`` have keys that are no texts."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    own = [f"{path}[{key!r}]" for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    return own + [found for key, one in items for found in _other_keys(one, f"{path}[{key!r}]")]

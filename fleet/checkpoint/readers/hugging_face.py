@@ -1,0 +1,199 @@
+"""Safetensors files, one or several with Hugging Face's index, as transformers and the safetensors package use them.
+
+[Note: Shared tensors]
+The format holds each tensor once. As ``safetensors.torch.save_model`` does, the other names of a shared tensor stand in
+the metadata of its file, each with the name that is kept; transformers ties them by the model's configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fleet.checkpoint.data_files import FileBlock, MappedFile, in_file_order, read_header, write_file
+from fleet.checkpoint.index import DTYPES
+from fleet.checkpoint.readers.whole_state import DEFAULT_KEY, Described, WholeState, as_bytes, from_bytes, key_of
+from fleet.checkpoint.storage import LocalFolder
+from fleet.checkpoint.values import tensor_names
+from fleet.errors import CheckpointError
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_CODES = {code: name for name, (_, code) in DTYPES.items()}
+
+
+class _Shard:
+    """One safetensors file, mapped; its header was checked."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = MappedFile(path, f"{path}")
+        header, self._start = read_header(self._file.range(0, self._file.num_bytes), self._file.num_bytes, f"{path}")
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.tensors: dict[str, Described] = {}
+        self._begins: dict[str, int] = {}
+        end = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            described = _described(name, entry, f"{path}")
+            begin, last = entry["data_offsets"]
+            if begin != end or last - begin != described.num_bytes:
+                raise CheckpointError(f"{path} is damaged: {name!r} does not have the bytes of its type and shape.")
+            self.tensors[name], self._begins[name], end = described, begin, last
+        if self._start + end != self._file.num_bytes:
+            raise CheckpointError(f"{path} is damaged: {self._start + end} of {self._file.num_bytes} bytes are used.")
+
+    def read(self, name: str) -> Tensor:
+        begin, described = self._start + self._begins[name], self.tensors[name]
+        return from_bytes(self._file.range(begin, begin + described.num_bytes), described)
+
+
+def _described(name: str, entry: Mapping[str, Any], label: str) -> Described:
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if dtype not in _CODES:
+        raise CheckpointError(f"{label}: {name!r} has the type {dtype!r}; {', '.join(_CODES)} are read.")
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise CheckpointError(f"{label} is damaged: {name!r} has the shape {shape!r}.")
+    return Described(_CODES[dtype], tuple(shape))
+
+
+def hugging_face_state(path: Path, key: str | None = None) -> WholeState:
+    """Returns the state in a safetensors file, an index of several, or a folder with either.
+
+    Args:
+        path: the file, the index or the folder.
+        key: the entry that its tensors become; ``None`` for the usual one.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or two files have a tensor of one name.
+    """
+    if path.is_dir():
+        path = path / WEIGHTS_INDEX if (path / WEIGHTS_INDEX).exists() else single_file(path)
+    placed = _weight_map(path) if path.suffix == ".json" else None
+    folder = path.parent
+    shards = {name: _Shard(folder / name) for name in (sorted(set(placed.values())) if placed else [path.name])}
+    where: dict[str, _Shard] = {}
+    unnamed = []
+    for file, shard in shards.items():
+        for name in shard.tensors:
+            if placed is not None and placed.get(name) != file:
+                unnamed.append(name)
+            else:
+                where[name] = shard
+    if missing := sorted(set(placed or {}) - set(where)):
+        raise CheckpointError(
+            f"{path} says that {missing[0]!r} lies in {(placed or {})[missing[0]]!r}, which lacks it."
+        )
+    metadata = {name: text for shard in shards.values() for name, text in shard.metadata.items() if name != "format"}
+    aliases = {name: kept for name, kept in metadata.items() if kept in where and name not in where}
+    notes = [f"left out: the text {name!r} of the metadata" for name in metadata if name not in aliases]
+    if unnamed:
+        notes.append(f"left out: {len(unnamed)} tensors that the index places elsewhere or not at all: {unnamed[:3]!r}")
+    first = key or DEFAULT_KEY
+    return WholeState(
+        f"{path}", "safetensors" if placed is None else f"safetensors, {len(shards)} files",
+        {f"{first}/{name}": shard.tensors[name] for name, shard in where.items()},
+        lambda name: where[name.partition("/")[2]].read(name.partition("/")[2]),
+        {f"{first}/{name}": f"{first}/{kept}" for name, kept in aliases.items()}, is_bare=True,
+        kinds={first: ["module", ""]}, notes=notes,
+    )  # fmt: skip
+
+
+def single_file(folder: Path) -> Path:
+    """Returns the only safetensors file of a folder. Raises CheckpointError when there are several or none."""
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} safetensors files and no {WEIGHTS_INDEX}, which would say what lies where. "
+            "Name one of the files."
+        )
+    return found[0]
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(LocalFolder(path.parent).get(path.name))["weight_map"]
+        wrong = [file for file in found.values() if not isinstance(file, str) or Path(file).name != file or not file]
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files: it has no weight_map.") from error
+    if wrong:
+        raise CheckpointError(f"{path} names {wrong[0]!r}, which is no file beside it.")
+    placed: dict[str, str] = found
+    return placed
+
+
+def write_hugging_face(state: WholeState, target: Path, max_shard_bytes: int | None = None) -> None:
+    """Writes the tensors of ``state``, which has one entry, one tensor at a time.
+
+    Args:
+        state: what is written; its values have no place in the format, and ``notes`` receive them.
+        target: a file that ends with ``.safetensors``, or a folder, which is made.
+        max_shard_bytes: of the tensors in one file of a folder; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: a tensor is called as the format calls its metadata, or there are values alone.
+        OSError: it cannot be written.
+    """
+    names = names_in_file(state)
+    if state.values and not names:
+        raise CheckpointError(
+            f"{state.label}: {', '.join(state.keys())} holds no tensors by their names, which is all that safetensors "
+            "files hold. Name another entry with --key, or another format with --to."
+        )
+    if state.values:
+        state.notes.append(f"left out, because safetensors files hold tensors only: {', '.join(state.values)}")
+    if any(_short(name) in ("__metadata__", "") for name in names):
+        raise CheckpointError(f"{state.label}: no tensor of a safetensors file can be called '__metadata__' or ''.")
+    if target.suffix == ".safetensors":
+        _write_shard(state, names, LocalFolder(target.parent), target.name)
+        return
+    folder = LocalFolder(target)
+    folder.prepare()
+    shards = _divided(state, names, max_shard_bytes)
+    if len(shards) == 1:
+        _write_shard(state, names, folder, WEIGHTS)
+        return
+    files = [f"model-{place:05d}-of-{len(shards):05d}.safetensors" for place in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        _write_shard(state, shard, folder, file)
+    index = {
+        "metadata": {"total_size": sum(state.tensors[name].num_bytes for name in names)},
+        "weight_map": {_short(name): file for file, shard in zip(files, shards, strict=True) for name in shard},
+    }
+    folder.put(WEIGHTS_INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def names_in_file(state: WholeState) -> list[str]:
+    """Returns the tensors that have a place in safetensors files: those that are no part of a value."""
+    inside = {name for value in state.values.values() for name in tensor_names(value)}
+    return [name for name in state.tensors if name not in inside]
+
+
+def _short(name: str) -> str:
+    return name[len(key_of(name)) + 1 :]
+
+
+def _divided(state: WholeState, names: Sequence[str], max_bytes: int | None) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name in names:
+        size = state.tensors[name].num_bytes
+        if max_bytes is not None and shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _write_shard(state: WholeState, names: Sequence[str], folder: LocalFolder, file: str) -> None:
+    blocks = {_short(name): (name, state.tensors[name]) for name in names}
+    ordered = in_file_order(
+        FileBlock(short, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for short, (_, one) in blocks.items()
+    )
+    kept = {_short(alias): _short(name) for alias, name in state.aliases.items() if name in names}
+    with folder.create(file) as opened:
+        write_file(opened, ordered, (as_bytes(state.read(blocks[block.name][0])) for block in ordered), metadata=kept)

@@ -1,0 +1,123 @@
+"""Files of ``torch.save``: read with ``weights_only``, mapped into memory, and written whole."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.readers.whole_state import WholeState
+from fleet.errors import CheckpointError
+from fleet.ps.files.archive import check_archive
+
+_OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a file began before torch 1.6
+_BLOCK_BYTES = 2**20
+
+
+def is_torch_file(path: Path) -> bool:
+    """Returns whether ``path`` is a file of ``torch.save``."""
+    with open(path, "rb") as file:
+        if file.read(len(_OLD)) == _OLD:
+            return True
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())
+
+
+def load_plain(source: Path | io.BytesIO, label: str, is_mapped: bool = False) -> Any:
+    """Returns what ``torch.save`` put into ``source``, read with ``weights_only``.
+
+    Raises CheckpointError when it holds objects that torch does not make from data, or is damaged.
+    """
+    check_archive(source, label)
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of storages and of sparse tensors; what is read is checked afterwards
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped or None)
+    except Exception as error:  # the unpickler raises whatever a damaged file leads it to
+        first = next(iter(f"{error}".strip().splitlines()), "").split(". ")[0]
+        named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", f"{error}")
+        what = (
+            f": it holds an object of {named[1]:.200}"
+            if named
+            else f", or is damaged: {type(error).__name__}: {first:.200}"
+        )
+        raise CheckpointError(
+            f"{label} cannot be read without running code from it{what}. Save state dictionaries of tensors, numbers, "
+            "texts, lists and dictionaries."
+        ) from error
+
+
+def torch_state(path: Path, key: str | None = None, in_order: bool = False) -> WholeState:
+    """Returns the state in a file of ``torch.save``; tensors are mapped, so that only what is read takes memory.
+
+    ``key`` and ``in_order`` are those of :func:`state_of_tree`. Raises CheckpointError; nothing of the file is run.
+    """
+    is_archive = zipfile.is_zipfile(path)
+    tree = load_plain(path, f"{path}", is_mapped=is_archive)
+    state = state_of_tree(tree, f"{path}", "a file of torch.save", key, in_order)
+    read = state.read
+    for name in state.tensors:
+        if read(name).is_meta:
+            raise CheckpointError(
+                f"{path}: {name!r} has no data: it was on the device 'meta' when it was saved. Save the model after "
+                "its weights were made or loaded."
+            )
+    if not is_archive or not _has_sums(path):
+        return state
+
+    def read_verified(name: str) -> Tensor:
+        if wrong := damage():
+            raise CheckpointError(wrong[0])
+        return read(name)
+
+    damage = cache(lambda: _damage(path))
+    state.read, state.damage_of_files = read_verified, damage
+    return state
+
+
+def _has_sums(path: Path) -> bool:
+    """Returns whether the parts have CRC-32s; ``torch.serialization.set_crc32_options(False)`` leaves all of them 0."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(part.CRC for part in archive.infolist())
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise CheckpointError(f"{path} changed while it was read: {error}. Wait until it is complete.") from error
+
+
+def _damage(path: Path) -> list[str]:
+    """Returns the first part that does not match its CRC-32, which ``torch.load`` does not compare."""
+    name = "its list of parts"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for part in archive.infolist():
+                name = part.filename
+                with archive.open(part) as file:
+                    while file.read(_BLOCK_BYTES):
+                        pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError) as error:
+        return [f"{path} was damaged after it was written: {name!r}: {error}."]
+    return []
+
+
+def write_torch(state: WholeState, target: Path) -> None:
+    """Writes ``state`` as ``torch.save`` does. The whole of it is in memory meanwhile. Raises OSError."""
+    tree = tree_of_state(state)
+    with open(target, "wb", buffering=0) as file:  # given a path, torch does not say why it cannot write
+        try:
+            torch.save(tree, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise

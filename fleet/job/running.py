@@ -1,0 +1,25 @@
+"""The session that ``fleet.init`` started, for objects that users create themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fleet.job.session import Session
+
+
+@dataclass
+class Running:
+    """Holds the session of one Fleet: None before ``fleet.init`` and after the end."""
+
+    session: Session | None = None
+
+
+# Shared by the Fleet of this process with what scripts create without it, such as fleet.elastic.Checkpoint().
+RUNNING = Running()
+
+
+def running_session() -> Session | None:
+    """Returns the session of this process, or None before ``fleet.init``."""
+    return RUNNING.session

@@ -1,0 +1,186 @@
+"""start_session: from a role maker and options to a running session; checks everything before it starts anything."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fleet._addresses import means_itself
+from fleet._log import LOGGER, show_log
+from fleet.env import Environment
+from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.process_group import Meeting, start_process_group
+from fleet.job.session import Session
+from fleet.job.whereabouts import user_line
+from fleet.options import DistributedStrategy
+from fleet.role.record import Role
+from fleet.role_maker import PaddleCloudRoleMaker
+from fleet.strategies._declare.strategy_plan import plan
+
+if TYPE_CHECKING:
+    from fleet.role.record import RoleRecord
+    from fleet.role_maker import RoleMakerBase
+
+
+_HOST = torch.device("cpu")
+
+
+def start_session(role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy) -> Session:
+    """Returns the session of this process; its process group runs when there is more than one worker."""
+    role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
+    record, collective = role_maker.record, collective or role_maker.is_collective
+    check_role(record, collective)
+    # Without servers there is nothing for the parameter-server options to act on, whatever was passed.
+    made = plan(options, record.world_size, collective=not record.server_endpoints)
+    environment = Environment()
+    device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
+    show_log()
+    alone = record.world_size == 1 and not collective
+    # With servers, the notes come with the optimizer and its strategy. A single process may still start a server later.
+    for note in () if record.server_endpoints else made.notes:
+        if not (alone and "belongs to the parameter server" in note):
+            LOGGER.warning(note)
+    say = LOGGER.info
+    group, meet_workers = None, None
+    if record.server_endpoints:
+        meet_workers = late_meeting(record, environment)
+    elif record.world_size > 1 or dist.is_initialized():
+        group = start_process_group(meeting_of(record, environment, device), say)
+    if record.global_rank == 0:
+        LOGGER.info("fleet: %d worker(s), %s, started by %s; plan: %s", record.world_size, device, record.source, made)
+    session = Session(
+        role_maker=role_maker,
+        record=record,
+        collective=not record.server_endpoints,
+        device=device,
+        options=options,
+        plan=made,
+        say=say,
+        process_group=group,
+        meet_workers=meet_workers,
+    )
+    if record.server_endpoints or alone:
+        from fleet.ps_job.server_job import ServerJob  # collective jobs do not import the parameter server
+
+        session.server_job = ServerJob(session)
+    if record.with_gloo and record.kind is Role.WORKER:
+        session.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
+    return session
+
+
+def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., dist.ProcessGroup] | None:
+    """Returns the function that runs the rendezvous of a parameter-server job's workers; ``None`` on a server.
+
+    The rendezvous is at PADDLE_MASTER or PADDLE_GLOO_HTTP_ENDPOINT, at the first operation on host arrays or, in
+    hybrid training, in ``init_worker``. The group moves CPU tensors, and tensors of the device passed to the function.
+    """
+    if record.kind is not Role.WORKER or record.world_size == 1:
+        return None
+    if record.with_gloo and record.gloo_path is not None:
+        raise UnsupportedOptionError(
+            "PADDLE_GLOO_RENDEZVOUS is 2 (a shared folder), which is not supported in a parameter-server job. Use "
+            "3 with PADDLE_GLOO_HTTP_ENDPOINT=host:port of worker 0."
+        )
+    master = environment.raw("PADDLE_MASTER") or record.master
+    if master is None:
+        return None
+    met = replace(record, master=master)
+
+    def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
+        # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
+        meeting, place = replace(meeting_of(met, environment, device), rejoins=True), user_line()
+        if device == _HOST:
+            meeting = replace(meeting, backend="gloo")
+        return start_process_group(meeting, lambda line: LOGGER.info("%s joins the other workers: %s", place, line))
+
+    return meet
+
+
+def check_role(record: RoleRecord, collective: bool) -> None:
+    """Raises ConfigError when the role cannot run here, or when the job would silently be smaller than requested."""
+    if record.server_endpoints:
+        if collective:
+            raise ConfigError(
+                "fleet.init(is_collective=True) was called with a role maker that has parameter servers "
+                f"({','.join(record.server_endpoints)}). Use fleet.init(role_maker) or a collective role maker."
+            )
+        _check_platform(record)
+        return
+    if record.world_size > 1 and not collective:
+        raise ConfigError(
+            f"fleet.init() was called without is_collective=True, and {record.world_size} workers were started by "
+            f"{record.source} with no parameter server. Call fleet.init(is_collective=True), or give it a role maker "
+            "with is_collective=True."
+        )
+    _check_platform(record)
+
+
+def _check_platform(record: RoleRecord) -> None:
+    if (record.world_size > 1 or record.server_endpoints) and platform.system() == "Windows":
+        raise UnsupportedOptionError(
+            f"{record.world_size} workers were started on Windows; distributed training runs on Linux. "
+            "One process works on Windows."
+        )
+
+
+def is_on_gpu(record: RoleRecord, environment: Environment) -> bool:
+    """Whether the worker runs on a GPU: torch sees one, and the starter did not ask for gloo without assigning one.
+
+    Several workers share a GPU through gloo with that GPU assigned.
+    """
+    return torch.cuda.is_available() and (record.backend != "gloo" or environment.has("FLAGS_selected_gpus"))
+
+
+def choose_device(record: RoleRecord, environment: Environment) -> torch.device:
+    """Returns the device of this worker, and makes it the current one.
+
+    Raises ConfigError when torch cannot see the assigned GPU.
+    """
+    if not is_on_gpu(record, environment):
+        return torch.device("cpu")
+    selected = environment.list("FLAGS_selected_gpus")
+    count = torch.cuda.device_count()
+    if selected and not (selected[0].isdigit() and int(selected[0]) < count):
+        raise ConfigError(
+            f"FLAGS_selected_gpus is {selected[0]!r}, and torch sees {count} GPU(s), numbered from 0. "
+            "Check CUDA_VISIBLE_DEVICES and --gpus."
+        )
+    index = int(selected[0]) if selected else record.local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def meeting_of(record: RoleRecord, environment: Environment, device: torch.device) -> Meeting:
+    """Returns the rendezvous of the workers of ``record``."""
+    if record.master is None:
+        raise ConfigError(
+            f"{record.world_size} workers were started by {record.source}, and no rendezvous address is set. "
+            "Set PADDLE_MASTER=host:port, or MASTER_ADDR and MASTER_PORT."
+        )
+    if record.num_nodes > 1 and record.source in ("srun", "mpirun") and means_itself(record.master_host):
+        raise ConfigError(
+            f"{record.source} started the workers of {record.num_nodes} nodes, and the rendezvous address is "
+            f"{record.master_host}, which is a different machine on each. Set MASTER_ADDR to the address or name of "
+            "rank 0's node."
+        )
+    backend = record.backend if record.backend not in (None, "auto") else None
+    if device.type == "cuda" and backend in (None, "nccl"):
+        backend = "cpu:gloo,cuda:nccl"  # parts on the host, as of an offloaded optimizer, are exchanged, too
+    return Meeting(
+        global_rank=record.global_rank,
+        world_size=record.world_size,
+        host=record.master_host,
+        port=record.master_port,
+        backend=backend or "gloo",
+        prefix=str(record.generation),
+        agent_store=record.agent_store,
+        wait_s=environment.float("FLAGS_stop_check_timeout"),
+        operation_s=environment.float("PADDLE_PG_TIMEOUT") / 1000,
+        device=device,
+        num_nodes=record.num_nodes,
+    )

@@ -1,0 +1,348 @@
+"""UtilBase: what ``fleet.util`` is. Collective operations on host arrays, file shards, printing on one rank.
+
+[Note: Headers]
+Before any data, each process leaves a header in the roll call: dtype and shape. So a call that does not match the
+others', or that not all make, raises on every rank and names the ranks, where a bare gloo call would hang or abort.
+Nothing needs pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fleet._file_shard import split_files
+from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+from fleet.job.running import running_session
+from fleet.strategies._shared.axes import MODEL_AXES
+
+if TYPE_CHECKING:
+    from fleet.job.roll_call import RollCall
+    from fleet.role_maker import RoleMakerBase
+
+HostArray: TypeAlias = Any  # an array for an array, a number for a number
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_KINDS = "biufcSU"
+_MAX_DIMS = 16
+_SIGN = np.uint64(1 << 63)
+
+
+class Peers(Protocol):
+    """What UtilBase asks of the session."""
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker in the job."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the job."""
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Process group that moves CPU tensors; ``None`` in a single process."""
+
+    @property
+    def roll_call(self) -> RollCall | None:
+        """The roll call that precedes each exchange; ``None`` in a single process."""
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Returns a context in which a torch error becomes one that says what it means."""
+
+
+class UtilBase:
+    """Collective operations on host arrays among the workers, file shards, and printing on one rank.
+
+    Args:
+        session: the session to work in; ``None`` takes the running one, for a class that the script assigns to
+            ``fleet.util``.
+
+    Example:
+        >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
+    """
+
+    def __init__(self, session: Peers | None = None) -> None:
+        self._peers: Any = session
+        self.fs_client: object = None
+
+    def _set_role_maker(self, role_maker: RoleMakerBase) -> None:
+        """Takes rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
+        record = role_maker.record
+        self._peers = SimpleNamespace(
+            global_rank=record.global_rank, world_size=record.world_size, host_group=None, record=record
+        )
+
+    def set_file_system(self, fs_client: object) -> None:
+        """Keeps a file-system client (``fleet.utils.fs``) as ``fs_client`` for the program's own use."""
+        self.fs_client = fs_client
+
+    def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> HostArray:
+        """Returns the sum, minimum or maximum of ``input`` over all workers.
+
+        Shape and dtype are those of ``input``; a number gives a numpy number; int64 and float64 are exact. The sum of
+        bool arrays is a count, as int64. float16 is summed in float32.
+
+        Args:
+            input: number, array or tensor; the same shape and dtype on every worker.
+            mode: "sum", "min" or "max".
+            comm_world: "worker"; "all" is the same in a job without parameter servers.
+
+        Raises:
+            ConfigError: wrong mode or dtype, or the workers' inputs differ in shape or dtype.
+        """
+        if mode not in _REDUCE:
+            raise ConfigError(f"all_reduce(mode={mode!r}) takes 'sum', 'min' or 'max'.")
+        array = _as_array(input, "all_reduce")
+        if array.dtype.kind in "SU" or (array.dtype.kind == "c" and mode != "sum"):
+            raise ConfigError(f"all_reduce(mode={mode!r}) cannot reduce an array of dtype {array.dtype}.")
+        if array.dtype.kind == "b" and mode == "sum":
+            array = array.astype(np.int64)
+        group = self._group("all_reduce", comm_world)
+        if group is None:
+            return _number_or_array(array.copy())
+        peers = self._need_peers("all_reduce")
+        _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), peers.global_rank)
+        with peers.explaining():
+            return _number_or_array(_reduce(array, mode, group))
+
+    def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
+        """Returns the ``input`` of every worker, in rank order; numbers, strings or arrays, whose shapes may differ.
+
+        Raises:
+            ConfigError: a dtype that cannot be sent, or a worker that calls something else.
+        """
+        array = _as_array(input, "all_gather")
+        group = self._group("all_gather", comm_world)
+        if group is None:
+            return [_number_or_array(array.copy())]
+        headers = self._meet("fleet.util.all_gather()", array)
+        with self._need_peers("all_gather").explaining():
+            return [_number_or_array(found) for found in _gather(array, headers, group)]
+
+    def barrier(self, comm_world: str = "worker") -> None:
+        """Returns when every worker has called it.
+
+        Raises:
+            ConfigError: a worker calls something else.
+        """
+        job = getattr(self._need_peers("barrier"), "server_job", None)
+        if comm_world == "worker" and job is not None and job.meet_at_server():
+            return
+        if self._group("barrier", comm_world) is not None:
+            self._need_peers("barrier").roll_call.meet("fleet.util.barrier()")
+
+    def get_file_shard(self, files: Sequence[str]) -> list[str]:
+        """Returns this worker's shard of ``files``: a contiguous run; the first workers take one more if needed.
+
+        With fewer files than workers, the last workers get an empty list. Every worker must pass the same list.
+        Workers that hold one copy of the model together (mp, pp, sep, cp) get the same shard, as ``fleet.data_rank()``.
+
+        Raises:
+            ConfigError: ``files`` is not a list, or this process is a parameter server.
+
+        Example:
+            >>> fleet.util.get_file_shard(["a", "b", "c"])  # worker 0 of 2
+            ['a', 'b']
+        """
+        if not isinstance(files, list):
+            raise ConfigError(f"get_file_shard(files) takes a list of file names, got {files!r}.")
+        peers = self._need_peers("get_file_shard")
+        if _is_server(peers):
+            raise ConfigError("get_file_shard() is for workers; this process is a parameter server.")
+        return split_files(files, *_place_of(peers))
+
+    def print_on_rank(self, message: object, rank_id: int) -> None:
+        """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError when there is none."""
+        peers = self._need_peers("print_on_rank")
+        if type(rank_id) is not int or not 0 <= rank_id < peers.world_size:
+            raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {peers.world_size - 1}.")
+        if peers.global_rank == rank_id and not _is_server(peers):
+            print(message, flush=True)
+
+    def reduce_replicas(self, input: Any, mode: str = "sum") -> HostArray:
+        """Returns :meth:`all_reduce` of ``input``, with one value for each group of workers that see the same tokens.
+
+        That of a group is the value on the last stage of a pipeline, where outputs are, and the first part of divided
+        layers. Without mp and pp it is :meth:`all_reduce`.
+        """
+        if self._counts("all_reduce"):
+            return self.all_reduce(input, mode)
+        array = _as_array(input, "all_reduce")
+        return self.all_reduce(np.full_like(array, _neutral(mode, array.dtype)), mode)
+
+    def gather_replicas(self, input: Any) -> list[HostArray]:
+        """Returns :meth:`all_gather` of the array ``input`` of one dim, empty for those that :meth:`reduce_replicas`
+        does not count."""
+        array = _as_array(input, "all_gather")
+        return self.all_gather(array if self._counts("all_gather") else array[:0])
+
+    @property
+    def stands_for_replica(self) -> bool:
+        """Whether :meth:`reduce_replicas` counts this worker."""
+        return self._counts("all_reduce")
+
+    def _counts(self, call: str) -> bool:
+        """Returns whether this worker stands for its copy of the model: no other gives the same numbers."""
+        axes = getattr(self._need_peers(call), "axes", None)
+        if axes is None or axes.size(*MODEL_AXES) == 1:
+            return True
+        return bool(axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0)
+
+    def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
+        """Returns every rank's header: dtype kind, item size in bytes, dimensions."""
+        header = [_KINDS.index(array.dtype.kind), array.dtype.itemsize, *array.shape]
+        return [json.loads(found) for found in self._need_peers(call).roll_call.meet(call, json.dumps(header))]
+
+    def _need_peers(self, call: str) -> Any:
+        peers = running_session() if self._peers is None else self._peers
+        if peers is None:
+            raise NotInitializedError(f"fleet.util.{call} needs fleet.init() first.")
+        return peers
+
+    def _group(self, call: str, comm_world: str) -> dist.ProcessGroup | None:
+        """Returns the group to use; ``None`` for a single process."""
+        peers = self._need_peers(call)
+        if comm_world not in ("worker", "server", "all"):
+            raise ConfigError(f"{call}(comm_world={comm_world!r}) takes 'worker', 'server' or 'all'.")
+        crosses = comm_world == "server" or (comm_world == "all" and _has_servers(peers))
+        if crosses or _is_server(peers):
+            raise UnsupportedOptionError(
+                f"{call}(comm_world={comm_world!r}): only workers exchange host arrays. Use comm_world='worker' "
+                "on the workers."
+            )
+        if peers.world_size == 1:
+            return None
+        group: dist.ProcessGroup | None = peers.host_group
+        if group is None:
+            if _has_servers(peers):
+                raise NotInitializedError(
+                    f"fleet.util.{call}: no rendezvous address for host arrays is set. Set PADDLE_MASTER, or "
+                    "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT, to host:port of worker 0; the launcher does."
+                )
+            raise NotInitializedError(f"fleet.util.{call} needs the process group that fleet.init() starts.")
+        return group
+
+
+def _is_server(peers: Any) -> bool:
+    kind = getattr(getattr(peers, "record", None), "kind", None)
+    return kind is not None and kind.name == "SERVER"
+
+
+def _has_servers(peers: Any) -> bool:
+    return bool(getattr(getattr(peers, "record", None), "server_endpoints", ()))
+
+
+def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ConfigError(f"{call}() takes a number or a regular array, got {value!r}: {error}.") from error
+    if array.dtype.kind not in _KINDS or array.dtype.itemsize == 0 or array.dtype == np.longdouble:
+        if array.dtype.kind in "SU":
+            return array.astype(f"{array.dtype.kind}1")
+        raise ConfigError(f"{call}() cannot send dtype {array.dtype}; it takes numbers, strings and arrays of them.")
+    if array.ndim > _MAX_DIMS:
+        raise ConfigError(f"{call}() takes arrays of at most {_MAX_DIMS} dimensions, got {array.ndim}.")
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def _place_of(peers: Any) -> tuple[int, int]:
+    """Returns data rank and replicas; those of the job for a role maker, which knows no mesh."""
+    return getattr(peers, "data_rank", peers.global_rank), getattr(peers, "data_replicas", peers.world_size)
+
+
+def _neutral(mode: str, dtype: np.dtype[Any]) -> Any:
+    """Returns the value that changes nothing in a reduction."""
+    if mode == "sum":
+        return 0
+    if dtype.kind == "b":
+        return mode == "min"
+    if dtype.kind == "f":
+        return np.inf if mode == "min" else -np.inf
+    limits = np.iinfo(dtype)
+    return limits.max if mode == "min" else limits.min
+
+
+def _number_or_array(array: np.ndarray[Any, np.dtype[Any]]) -> HostArray:
+    return array[()] if array.ndim == 0 else array
+
+
+def _check_headers(headers: list[list[int]], rank: int) -> None:
+    own = headers[rank]
+    other = [index for index, header in enumerate(headers) if header != own]
+    if other:
+        raise ConfigError(
+            f"all_reduce: rank {rank} has {_describe(own)} and rank {other[0]} has {_describe(headers[other[0]])}; "
+            "shape and dtype must be the same on every worker."
+        )
+
+
+def _dtype(header: list[int]) -> np.dtype[Any]:
+    kind, size = _KINDS[header[0]], header[1]
+    return np.dtype(f"{kind}{size // 4 if kind == 'U' else size}")
+
+
+def _describe(header: list[int]) -> str:
+    return f"shape {tuple(header[2:])} of {_dtype(header)}"
+
+
+def _reduce(
+    array: np.ndarray[Any, np.dtype[Any]], mode: str, group: dist.ProcessGroup
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """All-reduces in a dtype gloo supports, chosen so that the result in ``array.dtype`` is exact for integers."""
+    dtype, shape = array.dtype, array.shape
+    flat = array.reshape(-1)
+    if dtype.kind == "c":
+        moved = flat.view(np.float32 if dtype.itemsize == 8 else np.float64)
+    elif dtype.kind == "b":
+        moved = flat.view(np.uint8)
+    elif dtype == np.uint64:  # a sum wraps the same way in both; flipping the sign bit keeps the order
+        moved = (flat if mode == "sum" else flat ^ _SIGN).view(np.int64)
+    elif dtype == np.float16:
+        moved = flat.astype(np.float32)
+    elif dtype.kind in "iu" and dtype != np.int64:
+        moved = flat.astype(np.int64)
+    else:
+        moved = flat
+    tensor = torch.from_numpy(np.ascontiguousarray(moved).copy())
+    dist.all_reduce(tensor, op=_REDUCE[mode], group=group)
+    result: np.ndarray[Any, np.dtype[Any]] = tensor.numpy()
+    if dtype.kind in "bc":
+        result = result.view(dtype)
+    elif dtype == np.uint64:
+        result = result.view(np.uint64) if mode == "sum" else result.view(np.uint64) ^ _SIGN
+    result = result.astype(dtype, copy=False)
+    reshaped: np.ndarray[Any, np.dtype[Any]] = result.reshape(shape)
+    return reshaped
+
+
+def _gather(
+    array: np.ndarray[Any, np.dtype[Any]], headers: list[list[int]], group: dist.ProcessGroup
+) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Moves the arrays as bytes, padded to the longest."""
+    sizes = [int(np.prod(header[2:], dtype=np.int64)) * header[1] for header in headers]
+    longest = max(sizes)
+    if longest == 0:
+        return [np.empty(header[2:], _dtype(header)) for header in headers]
+    own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    own[: array.nbytes] = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+    found = [torch.empty_like(own) for _ in headers]
+    dist.all_gather(found, own, group=group)
+    return [
+        np.frombuffer(data[:size].numpy().tobytes(), _dtype(header)).reshape(header[2:]).copy()
+        for data, size, header in zip(found, sizes, headers, strict=True)
+    ]

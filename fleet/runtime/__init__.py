@@ -1,1 +1,0 @@
-"""What one ``fleet.init`` sets up: the session, its process group, and the wrapped model and optimizer."""

@@ -1,0 +1,1 @@
+"""Training: the wrapped model and optimizer, and what happens between two batches."""

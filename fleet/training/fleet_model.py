@@ -1,0 +1,575 @@
+"""FleetModel: what ``fleet.distributed_model`` returns. It looks like the user's module and runs the wrapped one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from fleet.checkpoint.model_states import ModelStates, warn_of_stage_or_part
+from fleet.checkpoint.save_load import known_entries
+from fleet.errors import ConfigError
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
+from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
+from fleet.strategies._shared.passes import passes_of
+from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.amp.amp_model import AmpModel
+
+if TYPE_CHECKING:
+    from fleet.profile.step_watch import StepWatch
+
+# Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
+UsersClass: Any = cast("Any", object)
+
+# Kept out of the module's own attributes: they belong to the wrapper.
+_OWN = frozenset(
+    {
+        "_chain",
+        "_passes",
+        "_observer",
+        "_forward_methods",
+        "_redirected",
+        "_trains",
+        "_exchanges",
+        "_elsewhere",
+        "_compiled_call_impl",
+    }
+)
+# A method of the user's with one of these names takes precedence, as over everything that comes from nn.Module alone.
+_GIVES_WAY = (
+    "clear_gradients",
+    "scale_loss",
+    "apply_collective_grads",
+    "set_state_dict",
+    "set_dict",
+    "load_dict",
+    "join",
+)
+
+
+class ModelObserver(Protocol):
+    """What the model tells the session."""
+
+    @property
+    def step_watch(self) -> StepWatch:
+        """Measures steps."""
+
+    def before_forward(self, model: FleetModel) -> None:
+        """Called before each forward of ``model``."""
+
+    def after_clear(self, parameters: Sequence[Tensor]) -> None:
+        """Called after the gradients of ``parameters`` were cleared through their model."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Returns the parameters of all wrapped models."""
+
+    def before_join(self) -> None:
+        """Called before workers may take different numbers of batches."""
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
+
+    def before_save(self) -> None:
+        """Called before a state is returned."""
+
+    def meet(self, call: str) -> None:
+        """Called where every worker must call; returns when every worker has."""
+
+    def explain(self, error: RuntimeError, model: FleetModel | None = None) -> None:
+        """Called with an error of ``model``; raises an error that says what it means for the job."""
+
+
+class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
+    """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
+
+    ``module`` is the user's module. Assigning an attribute assigns it there. A method that the user's class defines
+    takes precedence over one that all modules have (``compile``, ``eval``, ``to``). A method of the user's module that
+    runs submodules itself would bypass the gradient exchange; calling one while gradients are recorded raises, until
+    :meth:`mark_forward_method` names it.
+
+    A deep copy shares only the job with the model. Where data parallel is all that happens to gradients, the copy
+    exchanges them as a copy of DistributedDataParallel does. Otherwise, and after ``torch.load``, the copy computes and
+    can be saved, and a backward pass to its parameters raises.
+
+    Args:
+        module: the user's module, after strategies have rewritten parts of it.
+        chain: the wrapped module that calls run; equal to ``module`` when nothing wraps it.
+        observer: told before each forward and after each clear.
+    """
+
+    def __init__(self, module: nn.Module, chain: nn.Module, observer: ModelObserver | None = None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_forward_methods", set())
+        object.__setattr__(self, "_redirected", "")
+        object.__setattr__(self, "_observer", observer)
+        object.__setattr__(self, "_trains", True)
+        object.__setattr__(self, "_exchanges", True)
+        object.__setattr__(self, "_elsewhere", frozenset())
+        self._modules["module"] = module
+        for name in _methods_of_the_users(type(module)):
+            self.__dict__[name] = self._users_method(name)
+        self.register_load_state_dict_pre_hook(_enter_module)  # type: ignore[no-untyped-call]
+        self.rewrap(chain)
+
+    def rewrap(self, chain: nn.Module) -> None:
+        """Makes calls run ``chain`` from now on."""
+        object.__setattr__(self, "_chain", chain)
+        object.__setattr__(self, "_passes", passes_of(chain))
+        if self._observer is not None:
+            self._passes.everyone = self._observer.parameters
+        self._follow_mode()
+
+    def _follow_mode(self) -> None:
+        """Takes the mode of the user's module; its submodules, which may be frozen in evaluation mode, keep theirs."""
+        wrapper: nn.Module | None = self._chain
+        while wrapper is not None and wrapper is not self.module:
+            wrapper.training, wrapper = self.module.training, inner_of(wrapper)
+        self.training = self.module.training
+
+    def replace_module(self, module: nn.Module) -> None:
+        """Makes ``module`` the user's module; names and parameters must be those of the old one."""
+        self._modules["module"] = module
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return cast(nn.Module, self._modules["module"])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module."""
+        if self._observer is None:
+            return self._run(*args, **kwargs)
+        self._observer.before_forward(self)
+        watch = self._observer.step_watch
+        if is_watched := watch.times is not None:
+            watch.forward_begins(self, (args, kwargs))
+        try:
+            return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            self._observer.explain(error, self)
+            raise
+        finally:
+            if is_watched:
+                watch.forward_ends()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._passes.forward(self._chain, args, kwargs)
+        if not self._trains and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_training)
+        return result
+
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients data parallel makes equal on all workers."""
+        reducer = data_parallel_in(self._chain)
+        if reducer is None:
+            return []
+        return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]
+
+    def release_group(self) -> None:
+        """Releases the process group; gradients are no longer exchanged."""
+        reducer = data_parallel_in(self._chain)
+        if reducer is not None:
+            for name in ("reducer", "logger", "process_group", "fleet_keywords"):
+                reducer.__dict__.pop(name, None)
+
+    def clear_gradients(self) -> None:
+        """Clears every gradient, as ``zero_grad`` does; Fleet's name."""
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears every gradient."""
+        super().zero_grad(set_to_none=set_to_none)
+        if type(self.module).zero_grad is not nn.Module.zero_grad:
+            self.module.zero_grad(set_to_none=set_to_none)
+        if self._observer is not None:
+            self._observer.after_clear(list(self.parameters()))
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward keeps gradients local; a later backward exchanges them."""
+        no_sync = getattr(self._chain, "no_sync", None)
+        return cast("AbstractContextManager[None]", no_sync()) if no_sync is not None else nullcontext()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward passes exchange gradients; assigning False is an open-ended ``no_sync()``."""
+        holder = exchanging_in(self._chain)
+        return self._exchanges if holder is None else bool(holder.require_backward_grad_sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        object.__setattr__(self, "_exchanges", bool(value))
+        holder = cast(Any, exchanging_in(self._chain))
+        if holder is not None:
+            holder.require_backward_grad_sync = bool(value)
+
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Returns DistributedDataParallel's context in which workers may have different numbers of batches.
+
+        Raises ConfigError where an option needs every worker in every step.
+        """
+        reducer = self._joining()
+        return nullcontext() if reducer is None else cast("AbstractContextManager[Any]", reducer.join(*args, **kwargs))
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Returns what ``torch.distributed.algorithms.join.Join([model])`` runs on a worker without batches."""
+        reducer = self._joining()
+        if reducer is None:
+            raise ConfigError(
+                "Join([model]): no gradients are exchanged here. Use model.join(), which is then a no-op."
+            )
+        return reducer.join_hook(**kwargs)
+
+    def _joining(self) -> DistributedDataParallel | None:
+        if self._observer is not None:
+            self._observer.before_join()
+        return data_parallel_in(self._chain)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Returns ``loss`` unchanged: gradients are averaged in the exchange (Fleet's older loops call this)."""
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """A no-op: gradients were exchanged during backward (Fleet's older loops call this)."""
+
+    def watch_loss(self, loss: Tensor, exchanges: bool = True) -> Tensor:
+        """Returns ``loss``, for a backward pass that begins before the forward that computed it has ended.
+
+        The pass exchanges gradients, unless ``exchanges`` is False, as one from an output of the model does.
+        """
+        if isinstance(self._chain, AmpModel):
+            loss = self._chain.leave(loss)
+        return cast(Tensor, self._passes.watch_loss(loss, exchanges))
+
+    def mark_forward_method(self, name: str) -> None:
+        """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.
+
+        Raises ConfigError when the user's module has no such method.
+        """
+        if not callable(getattr(self.module, name, None)):
+            raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
+        self._forward_methods.add(name)
+
+    def train(self, mode: bool = True) -> FleetModel:
+        """Sets training mode on the user's module and everything around it."""
+        super().train(mode)
+        self._chain.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the state of the user's module, under the user's names.
+
+        Where sharding shards the parameters, the state holds DTensors, of which this worker has a shard; with tensor
+        parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
+        what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
+        """
+        if self._observer is not None:
+            self._observer.before_save()
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        states = self._states
+        if states.is_part:
+            warn_of_stage_or_part("model")
+            return states.marked(state)
+        if has_parts(state):
+            warn_of_parts("model")
+        return state
+
+    def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Returns the whole state on the host, which a plain module loads; every worker must call it.
+
+        Names and shapes are those of the model in one process, whatever the mesh; a tied parameter is there once.
+
+        Args:
+            keep: False takes part in the gather and returns ``{}``, which saves memory on workers that do not write.
+
+        Raises:
+            CheckpointError: the workers of one stage hold different entries, or an entry cannot travel.
+
+        Example:
+            >>> state = model.full_state_dict(keep=fleet.is_first_worker())
+        """
+        states = self._states
+        if self._observer is not None:
+            self._observer.before_save()
+            if states.is_collective():
+                self._observer.meet("model.full_state_dict()")
+        return states.whole(keep)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns this worker's part as plain tensors on the host; each worker saves its own, and none waits.
+
+        :meth:`load_state_dict` loads it on the worker of the same place on the same mesh.
+        """
+        if self._observer is not None:
+            self._observer.before_save()
+        return self._states.local()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state of the user's module: its own, a whole one on every worker, or this worker's part.
+
+        Raises CheckpointError for the part of another worker, and ConfigError for ``assign`` with divided parameters.
+        """
+        states = self._states
+        if states.is_part or PART in state_dict or has_parts(self.module.state_dict()):
+            if assign:
+                raise ConfigError("load_state_dict(assign=True) would replace the parameters that were divided.")
+            state_dict = states.fitted(state_dict)
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads worker 0's ``state_dict``, a whole state, on all workers; every worker must call it.
+
+        The argument of the other workers is ignored and may be ``{}``.
+        """
+        if self._observer is not None:
+            self._observer.meet("model.load_full_state_dict()")
+        self._states.load_from_rank_0(state_dict)
+
+    @property
+    def _states(self) -> ModelStates:
+        whole = None if self._observer is None else self._observer.whole_states
+        return ModelStates(self.module, whole or WholeStates(Axes({}, 0), torch.device("cpu")), self._elsewhere)
+
+    def note_names_elsewhere(self, names: Iterable[str]) -> None:
+        """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""
+        object.__setattr__(self, "_elsewhere", frozenset(names) - set(self.module.state_dict()))
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
+        """Loads a state as Fleet does: entries that are not part of the module ('epoch') are left alone.
+
+        Raises RuntimeError when an entry of the module is missing or has a different shape, and CheckpointError for a
+        tensor that the module does not have.
+        """
+        known = [*self.module.state_dict(), *self._elsewhere, PART]
+        return self.load_state_dict(known_entries(state_dict, known))
+
+    set_dict = set_state_dict
+    load_dict = set_state_dict
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterates over the parameters under the user's names; with sharding, over the shards being updated."""
+        return ((name, part_of(p)) for name, p in self.module.named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Iterates over the buffers under the user's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Iterates over the user's modules under the user's names."""
+        named: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return named
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if "module" not in modules:
+            raise AttributeError(name)
+        try:
+            value = getattr(modules["module"], name)
+        except AttributeError:
+            chain = self.__dict__["_chain"]
+            if chain is not modules["module"] and hasattr(chain, name):
+                return getattr(chain, name)
+            if name == "_layers":  # Fleet's name of the user's module
+                return modules["module"]
+            raise AttributeError(f"{type(modules['module']).__name__!r} has no attribute {name!r}") from None
+        return self._guarded(name, value) if self._is_own_method(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name == "training" or name in FleetModel.__dict__:
+            object.__setattr__(self, name, value)
+        elif name == "_join_config":  # of torch's Join
+            setattr(data_parallel_in(self._chain), name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FleetModel:
+        self._check_whole("copy.deepcopy(model) (AveragedModel does it too)")
+        for part in self.module.modules():  # a copy has the same workers to exchange with
+            memo.update({id(group): group for group in vars(part).values() if isinstance(group, dist.ProcessGroup)})
+        module = copy.deepcopy(self.module, memo)
+        chain, trains = copied_chain(self._chain, self.module, module, memo)
+        twin = FleetModel.__new__(type(self))
+        FleetModel.__init__(twin, module, chain, self._observer)
+        object.__setattr__(twin, "_elsewhere", self._elsewhere)
+        twin.__dict__.update(
+            {n: copy.copy(hooks) for n, hooks in self.__dict__.items() if n.startswith("_forward_") and "hook" in n}
+        )
+        twin._forward_methods.update(self._forward_methods)
+        object.__setattr__(twin, "_trains", trains and self._trains)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_whole("torch.save(model)")
+        return _loaded, (self.module,)
+
+    def _check_whole(self, call: str) -> None:
+        if has_parts(dict(self.named_parameters())):
+            raise ConfigError(
+                f"{call}: sharding stages 2 and 3 sharded the model, and a worker holds a shard of it. Save "
+                "model.full_state_dict(), which a plain module loads; keep an average of the shards in "
+                "model.parameters(), which torch._foreach_lerp_ updates; or set sharding_configs['stage'] to 1."
+            )
+
+    def __bool__(self) -> bool:
+        return True  # also a model without a length
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.module))
+
+    def __getitem__(self, index: Any) -> Any:
+        return cast(Any, self.module)[index]
+
+    def _users_method(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = self.__getattr__(name)(*args, **kwargs)
+            self._follow_mode()  # it may have been an eval()
+            return self if result is self.module else result
+
+        return call
+
+    def _is_own_method(self, value: Any) -> bool:
+        return getattr(value, "__self__", None) is self.module and self._chain is not self.module
+
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if name in self._forward_methods and not self._redirected:
+            return self._redirect(method)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or self._redirected:
+                return method(*args, **kwargs)
+            with _no_submodule_forward(self.module, name):
+                return method(*args, **kwargs)
+
+        return call
+
+    def _redirect(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Runs ``method`` inside the forward of the wrapped module and returns its result."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            own = {name: value for name, value in self.module.__dict__.items() if name == "forward"}
+
+            def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
+                # The method may call self(...): that is the user's own forward again.
+                del self.module.__dict__["forward"]
+                self.module.__dict__.update(own)
+                return method(*inner_args, **inner_kwargs)
+
+            self.module.__dict__["forward"] = run
+            object.__setattr__(self, "_redirected", method.__name__)
+            try:
+                with _no_backward(self.module, method.__name__):
+                    return self(*args, **kwargs)
+            finally:
+                object.__setattr__(self, "_redirected", "")
+                self.module.__dict__.pop("forward", None)
+                self.module.__dict__.update(own)
+
+        return call
+
+
+def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
+    """Returns the called methods that the user's class has in common with every module or FleetModel."""
+    own = [name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)]
+    return [
+        name
+        for name in own
+        if not name.startswith("_")
+        and (name in _GIVES_WAY or (name not in FleetModel.__dict__ and callable(getattr(nn.Module, name, None))))
+    ]
+
+
+def _loaded(module: nn.Module) -> FleetModel:
+    """Returns what ``torch.load`` makes of a model that was pickled whole."""
+    model = FleetModel(module, module)
+    object.__setattr__(model, "_trains", False)
+    return model
+
+
+def _refuse_training(gradient: Tensor) -> None:
+    raise ConfigError(
+        "backward() reached a copy of a model that fleet.distributed_model() returned (copy.deepcopy, AveragedModel, "
+        "torch.load), whose gradients nothing exchanges or unscales. To train it, pass its module: "
+        "fleet.distributed_model(twin.module). For gradients of inputs alone: twin.requires_grad_(False)."
+    )
+
+
+@contextmanager
+def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
+    """Raises ConfigError when a trainable submodule of ``module`` runs inside the context with gradients recorded."""
+    names = {id(sub): name or type(module).__name__ for name, sub in module.named_modules()}
+
+    def check(running: nn.Module, inputs: Any) -> None:
+        if id(running) in names and torch.is_grad_enabled() and any(p.requires_grad for p in running.parameters()):
+            raise ConfigError(
+                f"model.{method}() runs {names[id(running)]!r} outside the wrapped forward, so its gradients would not "
+                f"be exchanged between workers. If {method}() computes an output or a loss, call "
+                f"model.mark_forward_method({method!r}) once after distributed_model(). If it runs backward() or a "
+                f"step itself, {_instead_of_self(module, method)} For evaluation run it under torch.no_grad()."
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
+    """Raises ConfigError when this thread calls ``backward()`` inside the context, where gradients stay local."""
+    original, thread = torch.autograd.backward, threading.get_ident()
+    is_open = True
+
+    @wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_open and threading.get_ident() == thread:
+            raise ConfigError(runs_inside(module, method, "backward()"))
+        return original(*args, **kwargs)
+
+    torch.autograd.backward = refuse  # Tensor.backward looks it up at each call
+    try:
+        yield
+    finally:
+        is_open = False  # amp may have wrapped it in the meantime
+        if torch.autograd.backward is refuse:
+            torch.autograd.backward = original
+
+
+def runs_inside(module: nn.Module, method: str, what: str) -> str:
+    """Returns the message for a ``method`` that was marked although it runs ``what``."""
+    return (
+        f"model.{method}() was marked with mark_forward_method(), so it runs inside the wrapped forward, and it calls "
+        f"{what} there, before gradients can be exchanged. Do not mark it; {_instead_of_self(module, method)}"
+    )
+
+
+def _instead_of_self(module: nn.Module, method: str) -> str:
+    return (
+        f"pass the wrapped model in place of self: {type(module).__name__}.{method}(model, ...); self(...) in it then "
+        "runs the wrapped model."
+    )
+
+
+def _enter_module(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Passes a state that a module around ``model`` loads, under the user's names, to the user's module."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)

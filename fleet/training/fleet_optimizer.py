@@ -1,0 +1,314 @@
+"""FleetOptimizer: what ``fleet.distributed_optimizer`` returns, a torch optimizer that also has Fleet's calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fleet.checkpoint.model_states import warn_of_stage_or_part
+from fleet.checkpoint.optimizer_states import OptimizerStates
+from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._shared.axes import Axes
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parameter_layout import Layout
+from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
+from fleet.strategies._shared.passes import forwards_behind
+from fleet.strategies._shared.whole_states import WholeStates
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer
+from fleet.training.fleet_model import FleetModel
+
+# Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
+UsersClass: Any = cast("Any", object)
+
+Closure = Callable[[], float] | None
+Step = Callable[[Closure], Any]
+
+
+class StepObserver(Protocol):
+    """What the optimizer tells the session."""
+
+    @property
+    def models(self) -> list[FleetModel]:
+        """The wrapped models."""
+
+    @property
+    def whole_states(self) -> WholeStates:
+        """Joins and cuts states on the mesh of the job."""
+
+    def before_step(self) -> None:
+        """Called before each step of the user."""
+
+    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
+        """Does a ``step`` of ``optimizer`` and returns its result."""
+
+    def after_step(self) -> None:
+        """Called after each step of the user."""
+
+    def meet(self, call: str) -> None:
+        """Called where every worker must call; returns when every worker has."""
+
+    def explain(self, error: RuntimeError) -> None:
+        """Called with an error of the optimizer inside; raises an error that says what it means for the job."""
+
+
+class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
+    """Steps the optimizer inside, through whatever the strategies wrapped around it.
+
+    Everything in ``torch.optim.Optimizer`` works as before, and so do Fleet's calls: ``minimize``, ``clear_grad``,
+    ``get_lr``, ``set_lr``, ``set_state_dict``.
+    """
+
+    def __init__(self, chain: Optimizer, observer: StepObserver, user_optimizer: Optimizer) -> None:
+        super().__init__(chain)
+        self.user_optimizer = user_optimizer
+        self._observer: StepObserver | None = observer
+        self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
+        self._counted: dict[nn.Parameter, Any] = {}
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates the parameters; what a step means depends on the strategies that are on."""
+        observer = self._observer
+        if observer is not None:
+            observer.before_step()
+        try:
+            step = super().step
+            result = step(closure) if observer is None else observer.stepping(self, step, closure)
+        except RuntimeError as error:
+            if observer is not None:
+                observer.explain(error)
+            raise
+        self._filled = False
+        if observer is not None:
+            observer.after_step()
+        return result
+
+    def minimize(
+        self,
+        loss: Tensor | list[Tensor],
+        startup_program: object = None,
+        parameter_list: Iterable[nn.Parameter] | None = None,
+        no_grad_set: Iterable[nn.Parameter] | None = None,
+    ) -> tuple[list[None], list[tuple[nn.Parameter, Tensor]]]:
+        """Updates the parameters once with the gradients of ``loss``, and leaves the gradients in place.
+
+        Fleet's eager loop calls ``loss.backward()`` first; the static form does not. Both work: when no backward pass
+        from ``loss`` has reached the output of the model, this call clears the optimizer's gradients and runs
+        ``loss.backward()``; otherwise it uses the existing gradients.
+
+        Args:
+            loss: the loss, or a list of losses that are added.
+            startup_program: accepted for Fleet's signature; torch has no programs.
+            parameter_list: restricts the update to these parameters.
+            no_grad_set: excludes these parameters from the update.
+
+        Returns:
+            An empty list (Fleet's operators) and the pairs of parameter and gradient.
+
+        Example:
+            >>> loss.backward(); optimizer.minimize(loss); optimizer.clear_grad()
+        """
+        total = sum(loss[1:], loss[0]) if isinstance(loss, list | tuple) else loss
+        if not isinstance(total, Tensor):
+            raise ConfigError(f"minimize() takes the loss tensor, got {loss!r}.")
+        only = None if parameter_list is None else {id(p) for p in parameter_list}
+        never = set() if no_grad_set is None else {id(p) for p in no_grad_set}
+        left_out = {p for p in self.parameters() if (only is not None and id(p) not in only) or id(p) in never}
+        if left_out and self.merges():
+            raise ConfigError(
+                "minimize(parameter_list=..., no_grad_set=...) restricts one update, and here an update takes the "
+                "gradients of several batches. Set requires_grad of the other parameters to False instead."
+            )
+        if total.grad_fn is not None and not self._has_backward(total):
+            self.zero_grad()
+            total.backward()
+        kept: list[tuple[nn.Parameter, Tensor]] = []
+        pairs: list[tuple[nn.Parameter, Tensor]] = []
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                continue
+            if parameter in left_out:
+                kept.append((parameter, parameter.grad))
+                parameter.grad = None
+            else:
+                pairs.append((parameter, parameter.grad))
+        try:
+            self.step()
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+        return [], pairs
+
+    def amp_init(
+        self, place: object = None, scope: object = None, test_program: object = None, use_fp16_test: bool = False
+    ) -> None:
+        """Checks that mixed precision is ready; Fleet's scripts call it once after they initialise the model.
+
+        There is nothing left to convert: ``distributed_model`` made the model compute in 16 bits, in evaluation too.
+
+        Args:
+            place: the device, as torch names it (``"cuda:0"``, a ``torch.device``), or ``None``.
+            scope: accepted for Fleet's signature; torch has no scopes.
+            test_program: accepted for Fleet's signature; torch has no programs.
+            use_fp16_test: accepted; evaluation runs through the same model, and so in 16 bits.
+
+        Raises:
+            ConfigError: amp is off, or ``place`` is not the device of this worker.
+        """
+        amp = self._amp("amp_init")
+        amp.check_place(place)
+        if not amp.is_pure:
+            warnings.warn(
+                "optimizer.amp_init() has nothing to do: without amp_configs['use_pure_fp16'] or ['use_pure_bf16'] "
+                "the parameters stay in float32, and autocast is already in place.",
+                OptionWarning,
+                stacklevel=2,
+            )
+
+    def get_loss_scaling(self) -> float:
+        """Returns the loss scale in force, 1.0 where nothing is scaled; raises ConfigError when amp is off."""
+        return float(self._amp("get_loss_scaling").get_loss_scaling())
+
+    def _amp(self, call: str) -> AmpOptimizer:
+        inner = self.optimizer
+        while isinstance(inner, OptimizerWrapper) and not isinstance(inner, AmpOptimizer):
+            inner = inner.optimizer
+        if not isinstance(inner, AmpOptimizer):
+            raise ConfigError(f"optimizer.{call}() needs mixed precision, and amp is off. Set strategy.amp = True.")
+        return inner
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of every parameter."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._filled = False
+
+    def clear_grad(self, set_to_zero: bool = False) -> None:
+        """Clears the gradients: sets them to None, or with ``set_to_zero`` fills them with zeros."""
+        self.zero_grad(set_to_none=not set_to_zero)
+
+    clear_gradient = clear_gradients = clear_grad
+
+    def get_lr(self) -> float:
+        """Returns the first parameter group's learning rate, without the factor that Fleet's groups may have."""
+        group = self.param_groups[0]
+        return float(group["lr"]) / (group.get("lr_factor", 1.0) or 1.0)
+
+    def set_lr(self, value: float) -> None:
+        """Sets the learning rate of every parameter group, times the factor that a group in Fleet's form has.
+
+        Raises ConfigError for a negative or non-number.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"set_lr() takes a number of at least 0, got {value!r}.")
+        for group in self.param_groups:
+            rate = float(value) * group.get("lr_factor", 1.0)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state; on a mesh that divides it, this worker's part, and a warning says so."""
+        state = super().state_dict()
+        states = self._states
+        if states.is_part:
+            warn_of_stage_or_part("optimizer")
+            return states.marked(state)
+        if PART in state or has_parts(state):
+            warn_of_parts("optimizer")
+        return state
+
+    def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Returns the whole state on the host, which any number of workers can load; every worker must call it.
+
+        A parameter has the place that it has in one process; with a pipeline, that is among those of all stages.
+
+        Args:
+            keep: False takes part in the gather and returns ``{}``.
+
+        Raises:
+            CheckpointError: the workers of one stage hold different entries, or an entry cannot be made whole.
+        """
+        state, states = super().state_dict(), self._states
+        if states.is_collective(state):
+            self._meet("optimizer.full_state_dict()")
+        return states.whole(state, keep)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns this worker's part as plain tensors on the host; each worker saves its own."""
+        return self._states.local(super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole state, or the part that this worker saved; with a pipeline every worker must call it.
+
+        Raises CheckpointError for the part of another worker.
+        """
+        states = self._states
+        if states.is_collective_load(state_dict):
+            self._meet("optimizer.load_state_dict()")
+        super().load_state_dict(states.loaded(state_dict))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it updates only this worker's part of the model, apart from what sharding divides."""
+        return self._states.is_part
+
+    def held(self, state: Mapping[str, Any]) -> dict[Any, Layout | None]:
+        """Returns the places in the whole ``state`` of what it updates, and how these are divided; collective."""
+        return self._states.held(state)
+
+    @property
+    def _states(self) -> OptimizerStates:
+        if self._observer is None:
+            return OptimizerStates(self, WholeStates(Axes({}, 0), torch.device("cpu")), [])
+        return OptimizerStates(self, self._observer.whole_states, self._observer.models)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state; entries that no optimizer state has ('epoch') are ignored."""
+        known = {*super().state_dict(), PART}
+        self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
+
+    set_dict = set_state_dict
+
+    def _meet(self, call: str) -> None:
+        if self._observer is not None:
+            self._observer.meet(call)
+
+    def _has_backward(self, loss: Tensor) -> bool:
+        """Returns whether the user's loop ran backward for ``loss``; the same on all ranks that run the same script.
+
+        Known from the wrapped models that computed ``loss``; without one, from the gradients of this process.
+        """
+        forwards = forwards_behind(loss)
+        if not forwards:
+            return self._has_gradients()
+        if any(not made.differentiated for made in forwards):
+            for made in forwards:
+                made.differentiated = made.differentiated or "minimize"
+            return False
+        if all(made.differentiated == "minimize" for made in forwards):
+            raise ConfigError(
+                "minimize(loss) was called for a loss that another minimize() has already differentiated, and its "
+                "graph is gone. Call loss.backward() once, then minimize(loss) of each optimizer."
+            )
+        return True
+
+    def _has_gradients(self) -> bool:
+        """Returns whether a gradient arrived since the last step or clear."""
+        if not self._counted:  # nothing has counted so far
+            self._filled = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
+        with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows takes no hooks of scripts
+            for parameter in self.parameters():
+                if parameter.requires_grad and parameter not in self._counted:
+                    self._counted[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        return self._filled or self.has_new_gradients()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self._filled = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_observer": None, "_counted": {}}
