@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import CheckpointError, ConfigError, did_you_mean
+from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Workers
-from fleet.strategies._shared.axes import COPY_AXES
-from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 _OUTPUTS, _INPUTS = 8, 16

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, JobKind, Stage, Workers, top_level
-from fleet.strategies._shared.axes import COPY_AXES
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._gradients.passes import Passes, passes_of
 from fleet.strategies._shared.experts import expert_names, is_expert
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
-from fleet.strategies._shared.passes import Passes, passes_of
 
 _MIB = 1024 * 1024
 

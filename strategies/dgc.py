@@ -16,10 +16,10 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
-from fleet.strategies._shared.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
+from fleet.strategies._gradients.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
+from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, shared_by_two, users_step_hooks
-from fleet.strategies._shared.passes import passes_of
 
 
 @dataclass(frozen=True, kw_only=True)

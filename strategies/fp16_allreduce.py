@@ -9,7 +9,7 @@ from torch import nn
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 
 
 @dataclass(frozen=True, kw_only=True)

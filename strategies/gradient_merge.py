@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
-from fleet.strategies._shared.gradient_exchange import data_parallel_in
-from fleet.strategies._shared.merging import MergingOptimizer, Window, merge_passes
-from fleet.strategies._shared.passes import Passes, passes_of
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in
+from fleet.strategies._gradients.merging import MergingOptimizer, Window, merge_passes
+from fleet.strategies._gradients.passes import Passes, passes_of
 
 
 @dataclass(frozen=True, kw_only=True)

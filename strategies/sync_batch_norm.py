@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fleet.errors import ConfigError
+from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.axes import COPY_AXES
 
 
 class SyncBatchNorm(Strategy):

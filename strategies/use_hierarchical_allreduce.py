@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
-from fleet.strategies._shared.axes import COPY_AXES
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 
 
 @top_level

@@ -129,7 +129,7 @@ DIRECTIONS = {
         "fleet._sealing",
         "etcd3gw",
     ),
-    "strategies": ("fleet.env", "fleet.errors", "fleet.ps", "torch", "torchao"),
+    "strategies": ("fleet.env", "fleet.errors", "fleet.job", "fleet.ps", "torch", "torchao"),
     "fleet/ps": (
         "fleet.errors",
         "fleet._lazy_names",

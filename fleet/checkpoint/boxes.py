@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.index import Piece
-from fleet.strategies._shared.axes import COPY_AXES, Axes
+from fleet.job.axes import COPY_AXES, Axes
 from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import is_part, local
 

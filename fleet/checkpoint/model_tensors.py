@@ -12,7 +12,7 @@ from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
 from fleet.checkpoint.items import Item, SavedTensors, misfits
 from fleet.checkpoint.values import decode, encode, tensor_names
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parts import local
 from fleet.strategies._shared.whole_states import layouts_of

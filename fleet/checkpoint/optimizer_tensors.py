@@ -20,7 +20,7 @@ from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
 from fleet.checkpoint.items import Item, SavedTensors
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import layout_of

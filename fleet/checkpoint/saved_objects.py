@@ -16,7 +16,7 @@ from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.training.fleet_model import FleetModel
 

@@ -24,8 +24,8 @@ from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, StateTaker, own
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
 from fleet.checkpoint.writer import own_writer
 from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.job.axes import Axes
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import Axes
 
 _VISIBLE_S = 20.0
 _POLL_S = 0.02

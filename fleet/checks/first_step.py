@@ -25,11 +25,11 @@ from fleet.checks.comparison import checksums, digest, first_difference, listed_
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
 from fleet.checks.watches import ModelWatch, OptimizerWatch
 from fleet.errors import ConfigError, RendezvousError
+from fleet.job.axes import COPY_AXES, MODEL_AXES
 from fleet.job.whereabouts import named, user_line
 from fleet.strategies._declare.strategy import Strategy
-from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fleet.checks.comparison import first_difference
-from fleet.strategies._shared.axes import COPY_AXES, Axes
+from fleet.job.axes import COPY_AXES, Axes
 
 
 def group_that_differs(said: Sequence[Any], axes: Axes, key: str, *along: str) -> tuple[int, ...]:

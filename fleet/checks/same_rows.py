@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
 from fleet.errors import ConfigError, OptionWarning
+from fleet.job.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.job.whereabouts import named
-from fleet.strategies._shared.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch

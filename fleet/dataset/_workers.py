@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.strategies._shared.axes import DATA_AXES, Axes
+from fleet.job.axes import DATA_AXES, Axes
 
 __all__ = ["GlooWorkers", "OneWorker", "ReplicaWorkers", "WorkerGroup", "same_draws", "sum_over", "worker_group_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies.tensor_parallel import cross_entropy, regions
 from fleet.strategies.tensor_parallel.place import CurrentJob
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.estimate.storage_tracker import Block, StorageTracker
+from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.flat import chunks
 from fleet.strategies.dgc import SMALLEST
 from fleet.strategies.sharding.owners import plan_owners
 

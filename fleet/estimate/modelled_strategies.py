@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from fleet.estimate.divided_training import Divided
 from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate
 from fleet.estimate.storage_tracker import StorageTracker
+from fleet.job.axes import COPY_AXES, Axes
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
-from fleet.strategies._shared.axes import COPY_AXES, Axes
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
 from fleet.strategies.sharding.sharding import stage_of

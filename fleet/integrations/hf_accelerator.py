@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
+from fleet.job.axes import DATA_AXES
 from fleet.job.session import Session
-from fleet.strategies._shared.axes import DATA_AXES
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 

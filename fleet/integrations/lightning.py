@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fleet.errors import UnsupportedOptionError
 from fleet.integrations.lightning_workers import FleetWorkers
 from fleet.options import DistributedStrategy
-from fleet.strategies._shared.gradient_exchange import data_parallel_in
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.training.fleet_model import FleetModel
 
 # isort: split

@@ -24,13 +24,13 @@ import fleet
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
 from fleet.facade import check_strategy
+from fleet.job.axes import MODEL_AXES
 from fleet.job.running import running_session
 from fleet.job.session import Session
 from fleet.job.start import choose_device
 from fleet.options import DistributedStrategy
 from fleet.role.record import SINGLE, RoleRecord
 from fleet.role_maker import PaddleCloudRoleMaker
-from fleet.strategies._shared.axes import MODEL_AXES
 from fleet.strategies.sharding.sharding import stage_of
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer

@@ -27,6 +27,7 @@ from fleet.checks.same_rows import SameSequences
 from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
+from fleet.job.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.job.roll_call import RollCall
 from fleet.job.util import UtilBase
 from fleet.options import DistributedStrategy
@@ -35,7 +36,6 @@ from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared import norm
-from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts

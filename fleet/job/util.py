@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+from fleet.job.axes import MODEL_AXES
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import MODEL_AXES
 
 if TYPE_CHECKING:
     from fleet.job.roll_call import RollCall

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
+from fleet.job.axes import SEQUENCE_AXES, Axes
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import SEQUENCE_AXES, Axes
 from fleet.strategies.tensor_parallel import regions
 
 _Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])

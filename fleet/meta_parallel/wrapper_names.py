@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleet.errors import UnsupportedOptionError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.training.fleet_model import FleetModel
 from fleet.training.pipeline_model import PipelineModel
 

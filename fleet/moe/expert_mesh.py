@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fleet.errors import ConfigError
+from fleet.job.axes import COPY_AXES
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import COPY_AXES
 from fleet.strategies.tensor_parallel.regions import applied, group_of
 
 

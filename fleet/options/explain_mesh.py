@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 from fleet.strategies.tensor_parallel.plan_styles import STYLES, read_style
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from fleet.checkpoint import save_load
 from fleet.errors import CheckpointError, ConfigError, OptionWarning, UnsupportedOptionError
+from fleet.job.axes import Axes
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.strategy import Strategy
-from fleet.strategies._shared.axes import Axes
 from fleet.strategies.data_parallel import DataParallelJob
 from fleet.strategies.sharding.sharding import Sharding
 from fleet.training.fleet_model import FleetModel

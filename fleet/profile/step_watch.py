@@ -8,7 +8,7 @@ import torch
 
 from fleet.profile.step_profiler import start_profiler
 from fleet.profile.step_times import StepTimes
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of
 
 if TYPE_CHECKING:
     from fleet.trackers.step_values import StepValues

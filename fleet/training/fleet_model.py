@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from fleet.checkpoint.model_states import ModelStates, warn_of_stage_or_part
 from fleet.checkpoint.save_load import known_entries
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
-from fleet.strategies._shared.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
+from fleet.job.axes import Axes
+from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
+from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
-from fleet.strategies._shared.passes import passes_of
 from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.amp.amp_model import AmpModel
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from fleet.checkpoint.model_states import warn_of_stage_or_part
 from fleet.checkpoint.optimizer_states import OptimizerStates
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
+from fleet.strategies._gradients.passes import forwards_behind
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
-from fleet.strategies._shared.passes import forwards_behind
 from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.training.fleet_model import FleetModel

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.job.running import running_session
-from fleet.strategies._shared.flat import broadcast_from_rank_0, chunks, copy_back, flattened
+from fleet.strategies._gradients.flat import broadcast_from_rank_0, chunks, copy_back, flattened
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import local
 from fleet.strategies.tensor_parallel.equal_inputs import check_forms, first_workers

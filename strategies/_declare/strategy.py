@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.strategies._shared.axes import Axes
+    from fleet.job.axes import Axes
 
 
 class Stage(IntEnum):

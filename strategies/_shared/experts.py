@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 
 _ON_PARAMETER = "fleet_expert"
 _ON_MODULE = "fleet_experts"

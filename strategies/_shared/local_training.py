@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fleet.strategies._declare.optimizer_kinds import check_sgd
 from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
-from fleet.strategies._shared.flat import average, broadcast_from_rank_0
+from fleet.strategies._gradients.flat import average, broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
 

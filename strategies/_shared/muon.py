@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.flat import chunks, flattened
+from fleet.strategies._gradients.flat import chunks, flattened
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.parameter_layout import layout_of
 

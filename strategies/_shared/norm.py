@@ -32,7 +32,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes
+from fleet.job.axes import COPY_AXES, MODEL_AXES, Axes
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parameter_layout import layout_of
 from fleet.strategies._shared.parts import has_parts, is_part, local, sums_over_parts

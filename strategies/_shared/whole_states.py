@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import CheckpointError
-from fleet.strategies._shared.axes import MODEL_AXES, Axes
+from fleet.job.axes import MODEL_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in
 from fleet.strategies._shared.parts import is_part, local

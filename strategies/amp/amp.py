@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 from fleet.strategies._shared.casts import narrow_type
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchange_of, reducer_in
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel, guard
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
+from fleet.job.axes import MODEL_AXES
 from fleet.strategies._declare.strategy import Workers
-from fleet.strategies._shared.axes import MODEL_AXES
 from fleet.strategies._shared.norm import any_nonfinite, everywhere
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.amp.loss_scale import LossScale

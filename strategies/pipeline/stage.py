@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fleet.env import Environment
-from fleet.strategies._shared.axes import COPY_AXES, Axes
+from fleet.job.axes import COPY_AXES, Axes
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
+from fleet.strategies._gradients.gradient_exchange import REDUCER
+from fleet.strategies._gradients.reducer import GradientReducer
 from fleet.strategies._shared.experts import expert_names, is_expert
-from fleet.strategies._shared.flat import broadcast_from_rank_0
-from fleet.strategies._shared.gradient_exchange import REDUCER
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.order import StageStream
-from fleet.strategies.pipeline.reducer import GradientReducer
 from fleet.strategies.pipeline.stage_run import StagePlace, make_links
 from fleet.strategies.pipeline.ties import Ties
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fleet.strategies._shared.exchange_names import named_exchange
-from fleet.strategies._shared.flat import average, broadcast_from_rank_0, chunks, copy_back, flattened
+from fleet.strategies._gradients.exchange_names import named_exchange
+from fleet.strategies._gradients.flat import average, broadcast_from_rank_0, chunks, copy_back, flattened
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._shared.through_host import begin_receiving, begin_sending
 
 _DTYPES = (

@@ -31,9 +31,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
+from fleet.strategies._gradients.passes import outside_graphs
 from fleet.strategies._shared.parts import mark_gathered
-from fleet.strategies._shared.passes import outside_graphs
 from fleet.strategies._shared.through_host import gather_through_host
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
+from fleet.strategies._gradients.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.exchanged_texts import gather_texts
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place

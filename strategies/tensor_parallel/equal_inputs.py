@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._gradients.passes import outside_graphs
 from fleet.strategies._shared.loss_value import watch_losses
-from fleet.strategies._shared.passes import outside_graphs
 from fleet.strategies.tensor_parallel.part_penalties import warn_of_penalties
 
 _BACKWARDS = 2  # whose losses are looked at

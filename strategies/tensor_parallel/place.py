@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from fleet.strategies.tensor_parallel.regions import group_of
 

@@ -19,7 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.plan_styles import PlanStyle, read_style

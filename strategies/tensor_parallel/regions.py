@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 

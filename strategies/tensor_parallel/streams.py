@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.random_streams import TRACKER, RNGStatesTracker
 from fleet.strategies.tensor_parallel.layers import STREAM
 

@@ -16,7 +16,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
-from fleet.strategies._shared.flat import broadcast_from_rank_0
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in, mark_parts
 from fleet.strategies._shared.parts import local
 from fleet.strategies._shared.random_streams import TRACKER

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.flat import average, broadcast_from_rank_0, chunks, flattened
+from fleet.strategies._gradients.flat import average, broadcast_from_rank_0, chunks, flattened
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in
 from fleet.strategies._shared.parts import local

@@ -17,10 +17,10 @@ import fleet
 from fleet import meta_parallel as mp
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning, UnsupportedOptionError
 from fleet.incubate.distributed import fleet as incubated
+from fleet.job.axes import Axes
 from fleet.meta_parallel import layer_spec, wrapper_names
 from fleet.meta_parallel.parallel_layers import mp_layers, pp_layers, random
 from fleet.scaler import distributed_scaler
-from fleet.strategies._shared.axes import Axes
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.training.fleet_model import FleetModel
 from fleet.training.pipeline_model import PipelineModel

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import fleet
 from fleet.errors import ConfigError
+from fleet.job.axes import Axes
 from fleet.strategies._declare.degrees import plan_experts
-from fleet.strategies._shared.axes import Axes
 from fleet.topology import CommunicateTopology, HybridCommunicateGroup
 from tests.helpers.workers import run_workers
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in, set_layout
 
 ROWS, WIDTH, WIDE, CLASSES = 8, 8, 16, 4

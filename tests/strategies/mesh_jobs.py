@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fleet
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from tests.helpers.toy_mesh import WIDTH, Toy, batch, own_rows, whole_parameters
 from tests.strategies._shared.norm_jobs import init
 

@@ -11,9 +11,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import fleet
 from fleet.errors import NanInfError
+from fleet.job.axes import Axes
 from fleet.job.running import running_session
 from fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from fleet.strategies._shared.axes import Axes
 from tests.helpers.toy_mesh import ROWS, WIDTH, Toy, batch, whole_parameters
 from tests.strategies._shared.norm_jobs import ClippingSGD, init
 from tests.strategies.mesh_jobs import CASES, NO_SWITCH, optimizer_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.strategies._shared.gradient_exchange import data_parallel_in
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.strategies.data_parallel import plan_bucket_caps_MiB
 from tests.helpers.workers import WorkerError, run_workers
 

@@ -10,7 +10,7 @@ import torch
 
 from fleet.checkpoint.boxes import HeldBox, copy_from, divided_among, held_boxes, holders_of, row_range, whole_shape
 from fleet.checkpoint.index import Piece
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fleet import checkpoint, fleet
 from fleet.checkpoint.saved_objects import own_state_of, takers_of
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from tests.helpers.workers import run_workers
 
 VALUES = {

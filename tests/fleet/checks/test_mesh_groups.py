@@ -10,8 +10,8 @@ import torch
 import fleet
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
 from fleet.errors import ConfigError
+from fleet.job.axes import Axes
 from fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear
-from fleet.strategies._shared.axes import Axes
 from tests.helpers.workers import run_workers
 
 AXES = Axes({"dp": 2, "mp": 2}, 0)

@@ -9,7 +9,7 @@ import torch
 
 from fleet.checks.same_rows import SameRows
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes, make_axes
+from fleet.job.axes import Axes, make_axes
 from tests.helpers.workers import run_workers
 
 HOST = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 
 import fleet
 from fleet.elastic._places import is_same_mesh, predecessor
+from fleet.job.axes import Axes
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.random_streams import TRACKER
 from tests.helpers.staged import difference, reference, started, step, whole_start
 from tests.helpers.workers import run_workers

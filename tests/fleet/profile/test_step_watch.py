@@ -10,7 +10,7 @@ from torch import nn
 
 import fleet
 from fleet.job.running import running_session
-from fleet.strategies._shared.gradient_exchange import exchange_of
+from fleet.strategies._gradients.gradient_exchange import exchange_of
 from tests.helpers.workers import run_workers
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.whole_states import WholeStates
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import Closure, FleetOptimizer, Step

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 import fleet
+from fleet.job.axes import Axes
 from fleet.job.running import running_session
-from fleet.strategies._shared.axes import Axes
 from tests.helpers.toy_mesh import Toy, batch, own_rows, whole_parameters
 
 LIMIT, STEPS = 0.05, 3

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fleet.strategies._shared.axes import make_axes
+from fleet.job.axes import make_axes
 from fleet.strategies._shared.experts import expert_modules, expert_names, is_expert, mark_experts, share_experts
 from tests.helpers.workers import run_workers
 

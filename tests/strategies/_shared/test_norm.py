@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.norm import copies, of_mesh, total_norm
 from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from tests.helpers.toy_mesh import Toy, batch

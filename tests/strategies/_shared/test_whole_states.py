@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fleet.errors import CheckpointError
-from fleet.strategies._shared.axes import Axes, make_axes
+from fleet.job.axes import Axes, make_axes
 from fleet.strategies._shared.parameter_layout import Layout, set_layout
 from fleet.strategies._shared.parts import mark_part, marked_part
 from fleet.strategies._shared.whole_states import WholeStates, cut, cut_state, described, in_layer_order, layouts_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fleet
-from fleet.strategies._shared.gradient_exchange import data_parallel_in
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.strategies.amp.amp import AmpConfig, user_module
 from fleet.strategies.amp.amp_model import AmpModel, guard
 from fleet.strategies.amp.loss_scale import LossScale

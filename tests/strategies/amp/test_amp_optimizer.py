@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies._shared.norm import any_nonfinite
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.amp.amp import AmpConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies.pipeline.order import StageStream
 from fleet.strategies.pipeline.stage import StreamGroups
 from tests.helpers.workers import run_workers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from tests.helpers.workers import run_workers
 from tests.strategies._shared.norm_jobs import init
 from tests.strategies.sharding.mesh_layers import train

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from fleet import fleet
 from fleet.errors import ConfigError
+from fleet.job.axes import Axes
 from fleet.options import DistributedStrategy
-from fleet.strategies._shared.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in
 from fleet.strategies.tensor_parallel.plan import resolve_plan
 from tests.helpers.workers import run_workers

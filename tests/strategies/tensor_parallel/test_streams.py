@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.axes import Axes
+from fleet.job.axes import Axes
 from fleet.strategies.tensor_parallel.streams import determinate_seed, dropout, seed_streams, tracker
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fleet.strategies._shared import flat
+from fleet.strategies._gradients import flat
 from tests.helpers.workers import run_workers
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.strategies._shared.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
+from fleet.job.axes import COPY_AXES, MODEL_AXES, Axes, make_axes
 from tests.helpers.workers import run_workers
 
 NAMES = ("dp", "pp", "sharding", "sep", "cp", "mp")

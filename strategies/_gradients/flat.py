@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
 
 # A flat copy of the whole model would double its memory; 64 MiB is large enough for the wire to be busy.
 _CHUNK_BYTES = 64 * 1024 * 1024

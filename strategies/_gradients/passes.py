@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchanging_in
 from fleet.strategies._shared.casts import nested_tensors
-from fleet.strategies._shared.gradient_exchange import data_parallel_in, exchanging_in
 from fleet.strategies._shared.parts import is_part
 
 _MARK = "fleet_forward"

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import CheckpointError, ConfigError
+from fleet.strategies._gradients.passes import Passes, accumulator_of
 from fleet.strategies._shared.optimizer_wrapper import (
     OptimizerWrapper,
     came_since,
@@ -33,7 +34,6 @@ from fleet.strategies._shared.optimizer_wrapper import (
     shared_by_two,
     written_too_early,
 )
-from fleet.strategies._shared.passes import Passes, accumulator_of
 
 
 class Window:

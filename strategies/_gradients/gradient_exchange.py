@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
 
 Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.

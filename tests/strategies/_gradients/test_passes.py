@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from fleet.strategies._shared.passes import Passes, fills_gradients, forwards_behind, passes_of
+from fleet.strategies._gradients.passes import Passes, fills_gradients, forwards_behind, passes_of
 from tests.helpers.workers import run_workers
 
 

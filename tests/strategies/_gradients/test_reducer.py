@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fleet
-from fleet.strategies.pipeline.reducer import GradientReducer, overlapped_buckets
+from fleet.strategies._gradients.reducer import GradientReducer, overlapped_buckets
 from fleet.strategies.pipeline.stage import stage_of
 from tests.helpers.workers import run_workers
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.exchange_names import named_exchange
-from fleet.strategies._shared.flat import chunks, copy_back, flattened
+from fleet.strategies._gradients.exchange_names import named_exchange
+from fleet.strategies._gradients.flat import chunks, copy_back, flattened
 
 # Buckets of a chunk that is exchanged while its backward runs: more of them start earlier, and cost messages.
 _OVERLAPPED_BUCKETS = 8

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
-from fleet.strategies._shared.exchange_names import named_exchange
+from fleet.strategies._gradients.exchange_names import named_exchange
 
 
 def test_a_profiler_shows_strategy_bucket_and_size() -> None:
