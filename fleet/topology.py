@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, did_you_mean
+from fleet.job.axes import AXES
 from fleet.job.running import running_session
-from fleet.strategies._declare.degrees import AXES
 
 if TYPE_CHECKING:
     from fleet.job.session import Session

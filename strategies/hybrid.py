@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.degrees import AXES, EXPERT_AXES, asked_degrees, plan_degrees, plan_experts
+from fleet.job.axes import AXES, EXPERT_AXES
+from fleet.strategies._declare.degrees import asked_degrees, plan_degrees, plan_experts
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
 from fleet.strategies._declare.nccl import NcclAndCheckConfig, NcclOnlyConfig, NcclTwiceConfig

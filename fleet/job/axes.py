@@ -22,8 +22,10 @@ from math import prod
 
 import torch.distributed as dist
 
-from fleet.strategies._declare.degrees import EXPERT_AXES
-
+# Outermost axis first: neighbours along the last axis have neighbouring ranks.
+AXES = ("dp", "pp", "sharding", "sep", "cp", "mp")
+# The second grid of a job whose experts are divided: it takes the workers of one pipeline stage anew.
+EXPERT_AXES = ("moe_sharding", "ep")
 DATA_AXES = ("dp", "sharding")
 COPY_AXES = ("dp", "sharding", "sep", "cp")
 # Axes along which workers hold different tokens of the same rows.

@@ -7,11 +7,7 @@ from math import prod
 from typing import Any
 
 from fleet.errors import ConfigError
-
-# Outermost axis first: neighbours along the last axis have neighbouring ranks.
-AXES = ("dp", "pp", "sharding", "sep", "cp", "mp")
-# The second grid of a job whose experts are divided: it takes the workers of one pipeline stage anew.
-EXPERT_AXES = ("moe_sharding", "ep")
+from fleet.job.axes import AXES
 
 
 def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> dict[str, int]:

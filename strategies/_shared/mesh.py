@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fleet.job.axes import Axes
-from fleet.strategies._declare.degrees import AXES, asked_degrees, plan_degrees, plan_experts
+from fleet.job.axes import AXES, Axes
+from fleet.strategies._declare.degrees import asked_degrees, plan_degrees, plan_experts
 
 
 def plan_axes(options: Any, world_size: int) -> dict[str, int]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError
+from fleet.job.axes import AXES
 from fleet.options import DistributedStrategy
 from fleet.options.explain import explanation
 from fleet.strategies import plan
-from fleet.strategies._declare.degrees import AXES, plan_degrees
+from fleet.strategies._declare.degrees import plan_degrees
 from fleet.strategies._declare.strategy_plan import problems
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
 
