@@ -40,6 +40,7 @@ class Measured:
         ours: the form that is compared.
         peer: the form beside it in the same processes, by which it is divided.
         is_nested: whether the forms stand under ``"times"``.
+        workers: how many run it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Measured:
     ours: str
     peer: str
     is_nested: bool = False
+    workers: int = 2
 
 
 STEPS = ["18", "32", "5", "8", "{result}"]
@@ -63,7 +65,8 @@ JOBS: dict[str, Sequence[Measured]] = {
             "fleet", "torch", is_nested=True),
     ],
     "checkpoint": [
-        Measured("save() of 200 MB, over a plain write", "_checkpoint_steps.py", ["writes", *SAVES], "fleet", "plain"),
+        Measured("save() of 200 MB, over a plain write", "_checkpoint_steps.py", ["writes", *SAVES],
+            "fleet", "plain", workers=1),
         Measured("stop of an asynchronous save() of 200 MB, over a memcpy", "_checkpoint_steps.py", ["stops", *SAVES],
             "fleet", "memcpy"),
     ],
@@ -71,12 +74,17 @@ JOBS: dict[str, Sequence[Measured]] = {
 
 
 def run(checkout: Path, job: Measured) -> dict[str, Any]:
-    """Runs ``job`` with two workers in ``checkout``; returns the seconds of each form that rank 0 wrote."""
+    """Runs ``job`` in ``checkout``; returns the seconds of each form that rank 0 wrote."""
     own = checkout / ".venv" / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         given = [text.replace("{folder}", folder).replace("{result}", f"{result}") for text in job.arguments]
-        command = [f"{own}" if own.exists() else sys.executable, "-m", "fleet.launch", "--nproc_per_node=2"]
+        command = [
+            f"{own}" if own.exists() else sys.executable,
+            "-m",
+            "fleet.launch",
+            f"--nproc_per_node={job.workers}",
+        ]
         script = [f"--log_dir={folder}/log", f"benchmarks/{job.script}", *given]
         quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
