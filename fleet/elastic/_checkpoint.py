@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER
-from fleet.checkpoint.saving import blind_workers, mark, take
+from fleet.checkpoint.saved_objects import takers_of
+from fleet.checkpoint.saving import axes_of, blind_workers, mark, taken_by
 from fleet.checkpoint.storage import LocalFolder
 from fleet.elastic._faults import Faults
 from fleet.elastic._folder import candidates, check_whole, new_name, remove_leftovers, remove_unfinished
@@ -26,18 +27,17 @@ from fleet.elastic._state import (
     optimizer_state,
     take_model,
     take_optimizer,
-    take_own,
     take_random,
     to_bytes,
     windows,
 )
-from fleet.elastic._torch_files import worker_part
 from fleet.elastic._write import Background, ShareWrite, Write, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
 from fleet.job.running import running_session
 
 _VISIBLE_S = 2.0  # a worker that sees the folder later than this writes no share of its own in this run
+_OWN_VISIBLE_S = 20.0  # where no other worker can write its state
 
 
 class Checkpoint:
@@ -304,24 +304,38 @@ class Checkpoint:
                 remove_leftovers(self.path)
         return new_name(self.path, self.step).name
 
-    def _all_see(self, first: dict[str, Any]) -> bool:
-        """Returns whether every worker sees the folder; ``first`` is worker 0's report. The first time, a collective
-        call that makes the next checkpoint's folder.
+    def _all_see(self, first: dict[str, Any], own: bool) -> bool:
+        """Returns whether every worker sees the folder. The first time, a collective call that makes the next
+        checkpoint's folder.
+
+        Args:
+            first: worker 0's report.
+            own: each worker has a state of its own.
+
+        Raises:
+            CheckpointError: ``own``, and some worker does not see the folder.
         """
-        if self._is_shared is None:
-            folder = LocalFolder(self.path / first["name"])
-            if self._session.global_rank == 0:
-                with contextlib.suppress(CheckpointError):  # the write says so
-                    mark(folder, first["token"])
-            blind = blind_workers(folder, first["token"], self._session, _VISIBLE_S)
-            if not blind:
-                self._is_shared = True
-            elif 0 not in blind:
-                self._is_shared = False
-                LOGGER.info("Workers %s do not see %s: worker 0 gathers and writes the state.", blind, self.path)
-            if blind and self._session.global_rank == 0:
-                remove_unfinished(Path(folder.path))
-        return self._is_shared is True
+        if self._is_shared or (self._is_shared is False and not own):
+            return self._is_shared
+        folder = LocalFolder(self.path / first["name"])
+        if self._session.global_rank == 0:
+            with contextlib.suppress(CheckpointError):  # the write says so
+                mark(folder, first["token"])
+        blind = blind_workers(folder, first["token"], self._session, _OWN_VISIBLE_S if own else _VISIBLE_S)
+        if blind and self._session.global_rank == 0:
+            remove_unfinished(Path(folder.path))
+        if not blind:
+            self._is_shared = True
+        elif 0 not in blind:
+            self._is_shared = False
+            if own:
+                raise CheckpointError(
+                    f"Checkpoint: it was not written; worker {blind[0]} does not see {first['name']}, which worker 0 "
+                    f"created in {str(self.path)!r}. This strategy keeps a state on each worker, so all of them must "
+                    "share the folder."
+                )
+            LOGGER.info("Workers %s do not see %s: worker 0 gathers and writes the state.", blind, self.path)
+        return self._is_shared is True or own
 
     def _plan(self, reports: Sequence[dict[str, Any]]) -> Write | ShareWrite:
         """Takes the state; a collective call, except where each worker writes its share."""
@@ -329,14 +343,12 @@ class Checkpoint:
         own = any(found["own"] for found in reports)
         is_first = session.global_rank == 0
         self._has_written = True
-        if not own and self._all_see(reports[0]):
-            return self._share(reports)
-        files: dict[str, Any] = {}
-        if own:
-            files[worker_part(session.global_rank)] = take_own(self._model, session, chain)
-        else:
-            files["model.pt"] = take_model(self._model, session, is_first, self._asynchronous)
-            files["optimizer.pt"] = None if chain is None else take_optimizer(chain, is_first, self._asynchronous)
+        if self._all_see(reports[0], own):
+            return self._share(reports, own)
+        files: dict[str, Any] = {
+            "model.pt": take_model(self._model, session, is_first, self._asynchronous),
+            "optimizer.pt": None if chain is None else take_optimizer(chain, is_first, self._asynchronous),
+        }
         if is_first:
             scheduler = None if self._scheduler is None else self._scheduler.state_dict()
             files["rest.pt"] = {**self._rest(reports), "scheduler": scheduler}
@@ -345,29 +357,27 @@ class Checkpoint:
             staging=self.path / f".step-{self.step:010d}.{reports[0]['token']}.tmp",
             step=self.step,
             rank=session.global_rank,
-            world_size=session.world_size,
-            has_worker_parts=own,
             keep=self.keep,
             files=files,
             values={
                 "step": self.step,
                 "epoch": self.epoch,
                 "world_size": session.world_size,
-                "has_worker_parts": own,
+                "has_worker_parts": False,
             },
             faults=self._faults,
         )
 
-    def _share(self, reports: Sequence[dict[str, Any]]) -> ShareWrite:
-        """Takes this worker's share of the state."""
-        session, problem, taken = self._session, "", None
+    def _share(self, reports: Sequence[dict[str, Any]], own: bool) -> ShareWrite:
+        """Takes this worker's share of the state; with ``own``, all of its own."""
+        session, call, problem, taken = self._session, "Checkpoint.save()", "", None
         self._begun = self.path / reports[0]["name"]
         objects = {"model": self._model, "optimizer": self._chain, "scheduler": self._scheduler}
         if session.global_rank == 0:
             objects["run"] = self._rest(reports)
         try:
             given = {key: found for key, found in objects.items() if found is not None}
-            taken = take(given, session, "Checkpoint.save()")
+            taken = taken_by(takers_of(given, session, axes_of(session), call, own), session)
         except FleetError as error:  # every worker must know
             problem = f"{error}"
         return ShareWrite(

@@ -20,7 +20,8 @@ from fleet.checkpoint.saving import axes_of
 from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.elastic._folder import check_no_link
-from fleet.elastic._places import predecessor
+from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
+from fleet.elastic._places import is_same_mesh, predecessor
 from fleet.elastic._resize import LR_SCALE
 from fleet.elastic._torch_files import check_form
 from fleet.errors import CheckpointError, ConfigError
@@ -52,6 +53,7 @@ class Pieces:
     Attributes:
         rest: what is neither of the model nor of the optimizer.
         misfits: why the checkpoint is not one of this model and optimizer.
+        is_mean: each worker has saved a state of its own, and other workers continue from their mean.
     """
 
     def __init__(self, session: Session, path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -61,6 +63,7 @@ class Pieces:
         self._takers: list[StateTaker] = []
         self.rest: dict[str, Any] = {}
         self.misfits: list[str] = []
+        self.is_mean = False
 
     def open(self, index_sum: str, elsewhere: Iterable[str]) -> tuple[str, bool]:
         """Reads the index and verifies the bytes that this worker needs.
@@ -83,10 +86,17 @@ class Pieces:
             index = Index.from_json(folder.get(INDEX), f"{self._path.name}/{INDEX}")
             self._source = source = SavedTensors(folder, index)
             self.rest = self._read_rest(source)
+            own = has_own_states(index)
+            self.is_mean = own and not is_same_mesh(self.rest, self._session)
+            if self.is_mean:
+                if reason := reason_against_mean(self._path.name, self.rest):
+                    self.misfits = [reason]
+                    return "", False
+                self._source = source = MeanOfWorkers(folder, index, self.rest["world_size"])
             kinds = index.values.get(OBJECTS, {})
             given = {key: found for key, found in self._given.items() if found is not None and key in kinds}
             axes = axes_of(self._session)
-            self._takers = takers_of(given, self._session, axes, "Checkpoint.resume()", own=False)
+            self._takers = takers_of(given, self._session, axes, "Checkpoint.resume()", own and not self.is_mean)
             for taker in self._takers:
                 if isinstance(taker, ModelTensors):
                     taker.note_names_elsewhere(elsewhere)
@@ -107,6 +117,8 @@ class Pieces:
         """
         source = self._source
         assert source is not None
+        if has_own_states(source.index):
+            raise CheckpointError("it holds a state for each worker, and not every worker sees it")
         degrees = {**source.index.job["degrees"], **self._session.axes.degrees}
         if self._session.whole_states.has_stages or any(degrees.get(axis, 1) > 1 for axis in ("pp", "ep")):
             raise ConfigError(

@@ -23,7 +23,6 @@ from fleet.elastic._pieces import Pieces, sum_of_index
 from fleet.elastic._places import is_same_mesh, predecessor
 from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic._state import (
-    Mean,
     kinds_of,
     module_of,
     optimizer_state,
@@ -34,12 +33,10 @@ from fleet.elastic._state import (
     tensor_rows,
     windows,
     without_tensors,
-    without_windows,
 )
-from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part, worker_part
+from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.strategies._shared.exchanged_texts import broadcast_bits
-from fleet.strategies._shared.parts import PART
 from fleet.strategies._shared.whole_states import cut
 from fleet.training.fleet_optimizer import FleetOptimizer
 
@@ -53,19 +50,15 @@ _BLOCK_BYTES = 1 << 28
 class Found:
     """The checkpoint that every worker loads.
 
-    ``rest`` is what all workers need. Worker 0 holds ``model`` and the bytes of ``optimizer``. Where workers have
-    parts, each holds its own in ``part``, if there are as many workers as at the save. Of a checkpoint with an index,
-    whose sum is ``index_sum``, each worker has ``pieces``.
+    ``rest`` is what all workers need. Worker 0 holds ``model`` and the bytes of ``optimizer``. Of a checkpoint with an
+    index, whose sum is ``index_sum``, each worker has ``pieces``.
     """
 
     name: str
     world_size: int
-    has_worker_parts: bool
     rest: dict[str, Any] = field(default_factory=dict)
-    entry: Entry | None = None
     model: dict[str, Any] | None = None
     optimizer: bytes = b""
-    part: dict[str, Any] | None = None
     index_sum: str = ""
     pieces: Pieces | None = None
 
@@ -87,22 +80,20 @@ class Restore:
                 found, rest = next(waiting, (None, b""))
             except CheckpointError as error:  # the folder cannot be read: every worker must know
                 found, rest, problem = None, b"", f"{error}"
-            text = json.dumps(
-                [found.name, found.world_size, found.has_worker_parts, found.index_sum] if found else problem or None
-            )
+            text = json.dumps([found.name, found.world_size, found.index_sum] if found else problem or None)
             said = json.loads(self._broadcast(text.encode()))
             if said is None:
                 return None
             if isinstance(said, str):
                 raise CheckpointError(said)
             if found is None:
-                name, world_size, has_worker_parts, index_sum = said
-                found = Found(name, world_size, has_worker_parts, index_sum=index_sum)
+                name, world_size, index_sum = said
+                found = Found(name, world_size, index_sum=index_sum)
             if found.index_sum:
                 problems = self._read_pieces(found)
             else:
                 found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
-                problems = self._read_own_part(found)
+                problems = []
             if not problems:
                 return found
             if self._is_first:
@@ -114,13 +105,9 @@ class Restore:
         try:
             self._check_kinds(found, kinds_of(optimizer, scheduler))
             if found.pieces is not None:
+                self._warn_of_mean(found, found.pieces)
                 with self._without_word_of_other_workers(optimizer):
                     found.pieces.load(optimizer)
-            elif found.part is not None:
-                put_model(model, self._session, found.part["model"])
-                self._put_optimizer(optimizer, found.part["optimizer"])
-            elif found.has_worker_parts:
-                self._load_merged(found, model, optimizer)
             else:
                 self._load_whole(found, model, optimizer)
             if scheduler is not None and found.rest["scheduler"] is not None:
@@ -183,33 +170,16 @@ class Restore:
             try:
                 check_whole(path)
                 if has_index(path):
-                    yield Found(path.name, 0, False, index_sum=sum_of_index(path)), b""
+                    yield Found(path.name, 0, index_sum=sum_of_index(path)), b""
                     continue
                 entry = read_entry(path)
-                found = Found(path.name, entry.world_size, entry.has_worker_parts, entry=entry)
+                found = Found(path.name, entry.world_size)
                 rest = _checked_bytes(entry, "rest.pt")
-                if not entry.has_worker_parts:
-                    found.model = read_part(entry, "model.pt")
-                    found.optimizer = _checked_bytes(entry, "optimizer.pt")
+                found.model = read_part(entry, "model.pt")
+                found.optimizer = _checked_bytes(entry, "optimizer.pt")
                 yield found, rest
             except CheckpointError as error:
                 _warn_of(self._folder, f"{error}")
-
-    def _read_own_part(self, found: Found) -> list[str]:
-        """Reads this worker's part, if there is one; returns the problems of all workers."""
-        if not found.has_worker_parts:
-            return []
-        problem = " "
-        try:
-            entry = read_entry(self._folder / found.name)
-            if is_same_mesh(found.rest, self._session):
-                found.part = read_part(entry, worker_part(self._session.global_rank))
-            elif self._is_first:
-                for rank in range(found.world_size):
-                    open_part(entry, worker_part(rank)).close()
-        except CheckpointError as error:
-            problem = f"{error} (worker {self._session.global_rank})"
-        return [f"{text}" for text in self._session.util.all_gather(problem) if f"{text}".strip()]
 
     def _read_pieces(self, found: Found) -> list[str]:
         """Verifies what this worker needs of a checkpoint with an index; returns what is damaged on any worker.
@@ -280,19 +250,8 @@ class Restore:
                 share["state"].setdefault(place, {})[key] = cut(whole, held[place])
         return share
 
-    def _load_merged(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Makes a different number of workers continue from the mean of the models, with worker 0's optimizer."""
-        if any(size > 1 for axis, size in found.rest.get("degrees", {}).items() if axis not in ("dp", "sharding")):
-            raise CheckpointError(
-                f"{found.name} holds a state for each worker of another mesh, saved inside a window of several "
-                "batches. Continue on the same mesh, or from a checkpoint saved at an update"
-            )
-        mean, data, problem = Mean(), b"", " "
-        if self._is_first:
-            try:
-                data = _add_up(found, mean)
-            except (CheckpointError, RuntimeError) as error:  # every worker must know
-                problem = f"{error}"
+    def _warn_of_mean(self, found: Found, pieces: Pieces) -> None:
+        if pieces.is_mean and not pieces.misfits and self._is_first:
             warnings.warn(
                 f"Checkpoint.resume(): {found.name} holds a state for each of {found.world_size} workers, and there "
                 f"are {self._session.world_size} now: they continue from the mean of the models and worker 0's "
@@ -300,11 +259,6 @@ class Restore:
                 OptionWarning,
                 stacklevel=5,
             )
-        said = f"{self._session.util.all_gather(problem)[0]}"
-        if said.strip():
-            raise CheckpointError(f"Checkpoint.resume(): {said}")
-        self._put_model(model, mean.result())
-        self._put_optimizer(optimizer, parse_part(io.BytesIO(self._broadcast(data)), f"{found.name}: optimizer"))
 
     def _put_model(self, model: nn.Module, state: dict[str, Any] | None) -> None:
         """Loads worker 0's ``state`` on every worker, tensor by tensor where it holds only tensors."""
@@ -334,7 +288,7 @@ class Restore:
     def _without_word_of_other_workers(self, optimizer: Optimizer | None) -> Iterator[None]:
         with warnings.catch_warnings():
             if self._session.world_size > 1 and isinstance(optimizer, FleetOptimizer):
-                # dgc would repeat for one worker's state what _load_merged has said about all.
+                # dgc would repeat for one worker's state what _warn_of_mean has said about all.
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
             yield
 
@@ -351,23 +305,6 @@ class Restore:
         for begin in range(0, int(size), _BLOCK_BYTES):
             dist.broadcast(whole[begin : begin + _BLOCK_BYTES], src=0, group=group)
         return data if self._is_first else whole.numpy().tobytes()
-
-
-def _add_up(found: Found, mean: Mean) -> bytes:
-    """Adds each worker's model to ``mean``; returns worker 0's optimizer without what it had not yet sent."""
-    assert found.entry is not None
-    buffer = io.BytesIO()
-    for rank in range(found.world_size):
-        part = read_part(found.entry, worker_part(rank))
-        if PART in part["model"] or (part["optimizer"] is not None and PART in part["optimizer"]):
-            raise CheckpointError(
-                f"{found.name} was saved by {found.world_size} workers with sharded parameters inside a window "
-                "of gradient_merge. Continue with as many workers, or from a checkpoint saved at an update."
-            )
-        mean.add(part["model"])
-        if rank == 0:
-            torch.save(None if part["optimizer"] is None else without_windows(part["optimizer"]), buffer)
-    return buffer.getvalue()
 
 
 def _bytes_of(obj: Any) -> bytes:

@@ -3,7 +3,7 @@
 [Note: What is each worker's own]
 With data parallel, sharding, tensor parallelism, a pipeline and amp, one whole state serves every worker; worker 0
 writes it, and any number of workers on any mesh can load it. localsgd (parameters between averages, momentum), dgc
-(unsent gradients) and an open window of gradient_merge have a state on each worker: then every worker writes a part,
+(unsent gradients) and an open window of gradient_merge have a state on each worker: then every worker writes its own,
 into a folder that all of them share. The wrapper that a strategy puts around the optimizer declares this by its
 property ``has_own_state``, and by ``is_out_of_step`` that the workers must not stop here.
 """
@@ -49,12 +49,6 @@ def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {k: v for k, v in state.items() if isinstance(v, Mapping) and {"batch", "sums", "k_steps"} <= set(v)}
 
 
-def without_windows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state with empty windows; what had accumulated in them is lost."""
-    empty = {name: {**window, "batch": 0, "sums": {}} for name, window in windows(state).items()}
-    return {**state, **empty}
-
-
 def states_of(model: nn.Module, session: Session) -> ModelStates:
     """Returns what takes and loads the states of ``model``; in a pipeline a collective call."""
     module = module_of(model)
@@ -98,16 +92,6 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-def take_own(model: nn.Module, session: Session, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Returns what only this worker holds, copied to the host."""
-    part: dict[str, Any] = {"model": states_of(model, session).local(), "optimizer": None}
-    if isinstance(optimizer, FleetOptimizer):
-        part["optimizer"] = optimizer.local_state_dict()
-    elif optimizer is not None:
-        part["optimizer"] = host_copy(optimizer.state_dict())
-    return part
-
-
 def put_model(model: nn.Module, session: Session, state: Mapping[str, Any]) -> None:
     """Loads a state that this worker holds, whole or its part; unknown entries are allowed if they hold no tensors."""
     module = module_of(model)
@@ -124,30 +108,6 @@ def put_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     else:
         known = optimizer.state_dict()
         optimizer.load_state_dict({name: value for name, value in state.items() if name in known})
-
-
-class Mean:
-    """The mean of the floating-point tensors of several states of one model; other entries are the first's."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, Any] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
-
-    def add(self, state: Mapping[str, Any]) -> None:
-        """Adds one state."""
-        self._count += 1
-        if self._count == 1:
-            self._first = dict(state)
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                kept = self._sums.get(name)
-                self._sums[name] = value.double() if kept is None else kept.add_(value)
-
-    def result(self) -> dict[str, Any]:
-        """Returns the mean, in the types of the first state."""
-        means = {name: (total / self._count).to(self._first[name].dtype) for name, total in self._sums.items()}
-        return {**self._first, **means}
 
 
 def host_copy(state: Any) -> Any:

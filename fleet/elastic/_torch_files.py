@@ -31,7 +31,6 @@ _FORMS: dict[str, Any] = {
     "model.pt": dict,
     "optimizer.pt": (_OPTIMIZER,),
     "rest.pt": {**_REST, "scheduler": object, "workers": [{"data": object, "random": _RANDOM}]},
-    "worker": {"model": dict, "optimizer": (_OPTIMIZER,)},
     "random": _RANDOM,
     "run": {**_REST, "kinds": dict, "degrees": dict, "replicas": int, "workers": [{"data": object, "place": dict}]},
 }
@@ -161,11 +160,6 @@ def parse_part(file: BinaryIO, label: str) -> Any:
 
 def check_form(content: Any, name: str, label: str) -> None:
     """Raises CheckpointError that begins with ``label`` unless ``content`` has the structure of the file ``name``."""
-    wrong = mismatch(content, _FORMS["worker" if name.startswith("worker-") else name], "")
+    wrong = mismatch(content, _FORMS[name], "")
     if wrong:
         raise CheckpointError(f"{label} {wrong}")
-
-
-def worker_part(rank: int) -> str:
-    """Returns the name of the file with one worker's own state."""
-    return f"worker-{rank:05d}.pt"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +17,9 @@ from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.writer import own_writer
 from fleet.elastic._around import around
 from fleet.elastic._faults import Faults
-from fleet.elastic._folder import Part, prune
-from fleet.elastic._torch_files import publish, worker_part, write_manifest, write_part
+from fleet.elastic._folder import prune
+from fleet.elastic._torch_files import publish, write_manifest, write_part
 from fleet.errors import CheckpointError, FleetError
-
-# Another worker's part must appear within this time; its write began at the same step.
-_PEERS_S = 600.0
-_VISIBLE_S = 20.0
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +76,12 @@ class ShareWrite:
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """What this worker contributes to a checkpoint that worker 0 publishes.
-
-    ``files`` holds the contents by name. With ``has_worker_parts`` every worker writes one file into ``staging``, and
-    worker 0, which writes the rest and publishes, waits for the records that the others leave beside theirs.
-    """
+    """A checkpoint that worker 0 alone writes; ``files`` holds the contents by name."""
 
     folder: Path
     staging: Path
     step: int
     rank: int
-    world_size: int
-    has_worker_parts: bool
     keep: int
     files: Mapping[str, Any]
     values: Mapping[str, Any]
@@ -110,64 +96,17 @@ class Write:
             except BaseException:
                 shutil.rmtree(self.staging, ignore_errors=True)
                 raise
-        elif self.has_worker_parts:
-            self._write_own()
 
     def _write_all(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.staging.mkdir()
         parts = {name: write_part(self.staging / name, obj, self._meet) for name, obj in self.files.items()}
-        if self.has_worker_parts:
-            parts |= {worker_part(rank): self._peers_part(rank) for rank in range(1, self.world_size)}
         write_manifest(self.staging, self.values, parts)
         self._meet("save.manifest")
         self._meet("save.rename")
         written = publish(self.staging, self.folder, self.step)
         self._meet("save.renamed")
         prune(self.folder, self.keep, written, self._meet)
-
-    def _write_own(self) -> None:
-        deadline = time.monotonic() + _VISIBLE_S
-        while not self.staging.is_dir():
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"worker {self.rank} does not see {self.staging.name}, which worker 0 created in "
-                    f"{str(self.folder)!r}. "
-                    "This strategy keeps a state on each worker, so all of them must share the folder."
-                )
-            os.listdir(self.folder if self.folder.is_dir() else self.folder.parent)  # refreshes a network file system
-            time.sleep(_POLL_S)
-        name = worker_part(self.rank)
-        try:
-            part = write_part(self.staging / name, self.files[name], self._meet)
-        except (OSError, FleetError) as error:
-            with contextlib.suppress(OSError):
-                self._leave_record({"error": f"{error}"})
-            raise
-        self._leave_record(part.as_json())
-
-    def _leave_record(self, content: Mapping[str, Any]) -> None:
-        record = self._record(self.rank)
-        temporary = record.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        os.rename(temporary, record)
-
-    def _peers_part(self, rank: int) -> Part:
-        record = self._record(rank)
-        deadline = time.monotonic() + _PEERS_S
-        while not record.exists():
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"worker {rank} has not written its part within {_PEERS_S:.0f} s")
-            os.listdir(self.staging)
-            time.sleep(_POLL_S)
-        content = json.loads(record.read_text(encoding="utf-8"))
-        record.unlink()
-        if "error" in content:
-            raise CheckpointError(f"worker {rank} could not write its part: {content['error']}")
-        return Part(content["bytes"], content["sha256"])
-
-    def _record(self, rank: int) -> Path:
-        return self.staging / f"{worker_part(rank)}.json"
 
     def _meet(self, point: str) -> None:
         self.faults.meet(point, self.step)
