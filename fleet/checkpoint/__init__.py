@@ -14,12 +14,12 @@ from fleet._lazy_names import lazy_names
 
 _HOMES = {
     "load": "fleet.checkpoint.loading",
-    "load_paddle_table": "fleet.checkpoint.readers.paddle_tables",
-    "paddle_dense": "fleet.checkpoint.readers.paddle_tables",
-    "paddle_optimizer_state": "fleet.checkpoint.readers.paddle_optimizer",
-    "paddle_state": "fleet.checkpoint.readers.paddle_state",
-    "propose_map": "fleet.checkpoint.readers.paddle_names",
-    "read_paddle": "fleet.checkpoint.readers.paddle_pickle",
+    "load_paddle_table": "fleet.checkpoint.paddle_files.paddle_tables",
+    "paddle_dense": "fleet.checkpoint.paddle_files.paddle_tables",
+    "paddle_optimizer_state": "fleet.checkpoint.paddle_files.paddle_optimizer",
+    "paddle_state": "fleet.checkpoint.paddle_files.paddle_state",
+    "propose_map": "fleet.checkpoint.paddle_files.paddle_names",
+    "read_paddle": "fleet.checkpoint.paddle_files.paddle_pickle",
     "save": "fleet.checkpoint.saving",
     "wait": "fleet.checkpoint.saving",
 }

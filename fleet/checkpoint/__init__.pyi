@@ -10,12 +10,12 @@ Example:
 """
 
 from fleet.checkpoint.loading import load as load
-from fleet.checkpoint.readers.paddle_names import propose_map as propose_map
-from fleet.checkpoint.readers.paddle_optimizer import paddle_optimizer_state as paddle_optimizer_state
-from fleet.checkpoint.readers.paddle_pickle import read_paddle as read_paddle
-from fleet.checkpoint.readers.paddle_state import paddle_state as paddle_state
-from fleet.checkpoint.readers.paddle_tables import load_paddle_table as load_paddle_table
-from fleet.checkpoint.readers.paddle_tables import paddle_dense as paddle_dense
+from fleet.checkpoint.paddle_files.paddle_names import propose_map as propose_map
+from fleet.checkpoint.paddle_files.paddle_optimizer import paddle_optimizer_state as paddle_optimizer_state
+from fleet.checkpoint.paddle_files.paddle_pickle import read_paddle as read_paddle
+from fleet.checkpoint.paddle_files.paddle_state import paddle_state as paddle_state
+from fleet.checkpoint.paddle_files.paddle_tables import load_paddle_table as load_paddle_table
+from fleet.checkpoint.paddle_files.paddle_tables import paddle_dense as paddle_dense
 from fleet.checkpoint.saving import save as save
 from fleet.checkpoint.saving import wait as wait
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fleet.checkpoint.readers.whole_state import WholeState
+    from fleet.checkpoint.conversion.whole_state import WholeState
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMATS = ("fleet", "hf", "torch", "dcp")
@@ -80,7 +80,7 @@ def _size(text: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.readers.recognised import open_state
+    from fleet.checkpoint.conversion.formats import open_state
 
     state = open_state(arguments.path)
     total = sum(one.num_bytes for one in state.tensors.values())
@@ -131,7 +131,7 @@ def _as_json(state: WholeState, total: int) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.readers.recognised import open_state
+    from fleet.checkpoint.conversion.formats import open_state
 
     try:
         state = open_state(arguments.path)
@@ -151,7 +151,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.readers.recognised import open_state
+    from fleet.checkpoint.conversion.formats import open_state
     from fleet.checkpoint.storage import is_remote, open_folder
 
     target = arguments.target.removeprefix("file://")
@@ -224,7 +224,7 @@ def _write(state: WholeState, target: str, to: str, arguments: argparse.Namespac
 
     try:
         if to == "fleet":
-            from fleet.checkpoint.readers.whole_state import write_fleet
+            from fleet.checkpoint.conversion.whole_state import write_fleet
 
             write_fleet(state, target)
             return

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import TORCH_DTYPES, WholeState
 from fleet.checkpoint.index import Index, Piece, TensorEntry
-from fleet.checkpoint.readers.plain_pickle import Named, Opaque, opaque, read_pickle
 from fleet.checkpoint.readers.torch_file import load_plain
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import TORCH_DTYPES, WholeState
 from fleet.checkpoint.storage import LocalFolder
 from fleet.errors import CheckpointError
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fleet.checkpoint.conversion.whole_state import DEFAULT_KEY, Described, WholeState, as_bytes, from_bytes, key_of
 from fleet.checkpoint.data_files import FileBlock, MappedFile, in_file_order, read_header, write_file
 from fleet.checkpoint.index import DTYPES
-from fleet.checkpoint.readers.whole_state import DEFAULT_KEY, Described, WholeState, as_bytes, from_bytes, key_of
 from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import WholeState
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import WholeState
 from fleet.errors import CheckpointError
 from fleet.ps.files.archive import check_archive
 

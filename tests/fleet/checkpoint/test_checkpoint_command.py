@@ -16,8 +16,8 @@ import torch
 
 from fleet import checkpoint
 from fleet.__main__ import main
-from fleet.checkpoint.readers.recognised import open_state
-from fleet.checkpoint.readers.torch_tree import tree_of_state
+from fleet.checkpoint.conversion.formats import open_state
+from fleet.checkpoint.conversion.torch_tree import tree_of_state
 from tests.helpers.many_tensors import comparable, many_entries, many_tensors
 
 FORMATS = ("fleet", "torch", "dcp", "hf")

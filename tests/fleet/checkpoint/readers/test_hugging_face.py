@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import WholeState
 from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state, single_file, write_hugging_face
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import WholeState
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import bits, comparable, many_entries, many_tensors
 

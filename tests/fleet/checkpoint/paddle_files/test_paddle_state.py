@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fleet.checkpoint.readers.paddle_names import propose_map
-from fleet.checkpoint.readers.paddle_pickle import PaddleState, read_paddle
-from fleet.checkpoint.readers.paddle_state import paddle_state
+from fleet.checkpoint.paddle_files.paddle_names import propose_map
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, read_paddle
+from fleet.checkpoint.paddle_files.paddle_state import paddle_state
 from fleet.errors import CheckpointError
 from tests.helpers.paddle_files import CASES, RECORDED, VERSIONS, Mixed, mlp
 

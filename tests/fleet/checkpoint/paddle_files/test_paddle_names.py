@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fleet.checkpoint.readers.paddle_names import (
+from fleet.checkpoint.paddle_files.paddle_names import (
     entries_of,
     paddle_kind,
     propose_map,
@@ -16,7 +16,7 @@ from fleet.checkpoint.readers.paddle_names import (
     refuse_unsure,
     torch_name,
 )
-from fleet.checkpoint.readers.paddle_pickle import PaddleState, read_paddle
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, read_paddle
 from fleet.errors import CheckpointError
 from tests.helpers.paddle_files import RECORDED, Mixed, mlp
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.checkpoint.readers.paddle_names import entries_of
-from fleet.checkpoint.readers.paddle_pickle import PaddleState, read_paddle
-from fleet.checkpoint.readers.paddle_state import map_for
+from fleet.checkpoint.paddle_files.paddle_names import entries_of
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, read_paddle
+from fleet.checkpoint.paddle_files.paddle_state import map_for
 from fleet.errors import CheckpointError
 from fleet.optimizer import Adamax, RMSProp
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper

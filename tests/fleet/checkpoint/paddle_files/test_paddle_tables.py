@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fleet import ps
-from fleet.checkpoint.readers.paddle_state import paddle_state
-from fleet.checkpoint.readers.paddle_tables import load_paddle_table, paddle_dense
+from fleet.checkpoint.paddle_files.paddle_state import paddle_state
+from fleet.checkpoint.paddle_files.paddle_tables import load_paddle_table, paddle_dense
 from fleet.errors import CheckpointError
 from tests.helpers.paddle_files import RECORDED
 

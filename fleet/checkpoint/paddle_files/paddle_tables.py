@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fleet.checkpoint.readers.paddle_pickle import PaddleState
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState
 from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.files.text_format import import_text, text_parts

@@ -9,7 +9,7 @@ what else is in the dictionary:
 * a state_dict with others, or with master weights: ``tuple((name, array))``, a call that the file asks for;
 * in a static program: an array, or ``eval("data", {"data": array})``, also a call that the file asks for.
 
-Such calls are recognised and never made (:mod:`fleet.checkpoint.readers.plain_pickle`). Paddle keeps bfloat16 as
+Such calls are recognised and never made (:mod:`fleet.checkpoint.conversion.plain_pickle`). Paddle keeps bfloat16 as
 uint16, which none of its own tensors has. Weights of linear layers are [in, out].
 """
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fleet.checkpoint.readers.plain_pickle import Named, Opaque, opaque, read_pickle
+from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
 from fleet.errors import CheckpointError
 
 _NAMES, _SLICES = "StructuredToParameterName@@", "UnpackBigParamInfor@@"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.checkpoint.readers.plain_pickle import Named, Opaque, opaque, read_pickle
+from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
 from fleet.errors import CheckpointError
 
 PLAIN = st.recursive(
@@ -125,7 +125,7 @@ def test_what_is_no_pickle_is_refused(data: bytes) -> None:
 
 
 def test_no_instruction_of_python_is_a_helper_by_accident() -> None:
-    from fleet.checkpoint.readers.plain_pickle import _Machine
+    from fleet.checkpoint.conversion.plain_pickle import _Machine
 
     names = {opcode.name.lower() for opcode in pickletools.opcodes}
     helpers = {"refused", "items", "look_up", "take", "extend", "store"}

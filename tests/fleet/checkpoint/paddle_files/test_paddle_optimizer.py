@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.checkpoint.readers.paddle_optimizer import paddle_optimizer_state
-from fleet.checkpoint.readers.paddle_state import paddle_state
+from fleet.checkpoint.paddle_files.paddle_optimizer import paddle_optimizer_state
+from fleet.checkpoint.paddle_files.paddle_state import paddle_state
 from fleet.errors import CheckpointError
 from tests.helpers.paddle_files import CASES, RECORDED, VERSIONS, mlp
 

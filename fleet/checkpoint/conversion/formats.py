@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleet.checkpoint.commit import read_index
+from fleet.checkpoint.conversion.torch_tree import state_of_tree
+from fleet.checkpoint.conversion.whole_state import WholeState, check_key, fleet_state
 from fleet.checkpoint.index import INDEX
 from fleet.checkpoint.readers.dcp import METADATA, dcp_state
 from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state
 from fleet.checkpoint.readers.torch_file import is_torch_file, torch_state
-from fleet.checkpoint.readers.torch_tree import state_of_tree
-from fleet.checkpoint.readers.whole_state import WholeState, check_key, fleet_state
 from fleet.checkpoint.storage import is_remote, open_folder
 from fleet.errors import CheckpointError
 
@@ -80,7 +80,7 @@ def _opened(path: str, key: str | None, names: Mapping[str, str] | None, in_orde
                 "file, is missing. Copy it again, or take an earlier one."
             )
         if local.suffix == ".pdparams":
-            from fleet.checkpoint.readers.paddle_state import paddle_state
+            from fleet.checkpoint.paddle_files.paddle_state import paddle_state
 
             return state_of_tree(paddle_state(local, names), path, _PADDLE_KIND, key)
         if local.suffix == ".pdopt":

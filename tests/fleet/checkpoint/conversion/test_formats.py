@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fleet.checkpoint.conversion.formats import open_state
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import write_fleet
+from fleet.checkpoint.paddle_files.paddle_state import paddle_state
 from fleet.checkpoint.readers.dcp import write_dcp
 from fleet.checkpoint.readers.hugging_face import write_hugging_face
-from fleet.checkpoint.readers.paddle_state import paddle_state
-from fleet.checkpoint.readers.recognised import open_state
 from fleet.checkpoint.readers.torch_file import write_torch
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import write_fleet
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable
 from tests.helpers.sources import ROOT

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fleet import checkpoint
-from tests.fleet.checkpoint.readers.test_paddle_tables import write_shards
+from tests.fleet.checkpoint.paddle_files.test_paddle_tables import write_shards
 from tests.helpers.paddle_files import RECORDED
 from tests.helpers.sources import ROOT
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fleet.checkpoint.readers.paddle_names import (
+from fleet.checkpoint.paddle_files.paddle_names import (
     check_shapes,
     check_ties,
     entries_of,
@@ -18,7 +18,7 @@ from fleet.checkpoint.readers.paddle_names import (
     refuse_unsure,
     torch_name,
 )
-from fleet.checkpoint.readers.paddle_pickle import PaddleState, entry_of, read_paddle
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, entry_of, read_paddle
 from fleet.errors import CheckpointError
 
 _MASTERS = "master_weights"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleet.checkpoint.readers.paddle_pickle import PaddleState
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState
 from fleet.errors import CheckpointError
 from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 

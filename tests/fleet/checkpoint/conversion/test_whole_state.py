@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.commit import Share, read_index, write_share
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import (
+    Described,
+    WholeState,
+    as_bytes,
+    fleet_state,
+    from_bytes,
+    write_fleet,
+)
 from fleet.checkpoint.data_files import FileBlock, in_file_order
 from fleet.checkpoint.index import BLOCK_BYTES
 from fleet.checkpoint.readers.hugging_face import write_hugging_face
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import Described, WholeState, as_bytes, fleet_state, from_bytes, write_fleet
 from fleet.checkpoint.storage import LocalFolder, open_folder
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import bits, comparable, many_entries, many_tensors

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleet.checkpoint.readers.whole_state import DEFAULT_KEY, WholeState, check_key, describe, is_groups, key_of
+from fleet.checkpoint.conversion.whole_state import DEFAULT_KEY, WholeState, check_key, describe, is_groups, key_of
 from fleet.checkpoint.values import decode, encode, tensor_names
 from fleet.errors import CheckpointError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fleet.checkpoint.readers.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.whole_state import WholeState
+from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
+from fleet.checkpoint.conversion.whole_state import WholeState
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable, many_entries
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet.checkpoint.readers.paddle_pickle import PaddleState, read_paddle
+from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, read_paddle
 from fleet.errors import CheckpointError
 from tests.helpers.paddle_files import RECORDED
 
@@ -309,7 +309,7 @@ def test_lists_of_lists_stay_small(tmp_path: Path) -> None:
 
 
 def test_too_many_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.checkpoint.readers.paddle_pickle._MOST_READS", 1000)
+    monkeypatch.setattr("fleet.checkpoint.paddle_files.paddle_pickle._MOST_READS", 1000)
     with pytest.raises(CheckpointError, match="more instructions than a state has"):
         read_paddle(written(tmp_path, HEAD + b"}" + b"N0" * 2000 + b"."))
 
