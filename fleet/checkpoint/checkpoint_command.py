@@ -1,8 +1,4 @@
-"""``python -m fleet checkpoint``: what a checkpoint holds, whether it is whole, and the same in another format.
-
-Fleet checkpoints, Hugging Face's safetensors files, files of torch.save, folders of torch.distributed.checkpoint and
-Paddle's .pdparams files are recognised by what is in them.
-"""
+"""``python -m fleet checkpoint``: what a checkpoint holds, whether it is whole, and the same in another format."""
 
 from __future__ import annotations
 
@@ -17,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet.checkpoint.conversion.formats import Format, known_formats, open_state
+from fleet.checkpoint.storage import explained, is_remote, open_folder
 from fleet.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fleet.checkpoint.conversion.whole_state import WholeState
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_FORMATS = ("fleet", "hf", "torch", "dcp")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,7 +37,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fleet checkpoint", description=__doc__)
+    titles = [one.title for one in known_formats() if one.title]
+    description = f"{__doc__} {_listed(titles)} are recognised by what is in them."
+    parser = argparse.ArgumentParser(prog="python -m fleet checkpoint", description=description)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print what a checkpoint holds, without reading its tensors")
     show.add_argument("path", help="file, folder, or address of a remote Fleet checkpoint")
@@ -50,11 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="write the same state in another format")
     convert.add_argument("source", help="what is read; its format is recognised")
     convert.add_argument("target", help="what is written; it must not exist")
+    targets = _targets()
+    endings = ", ".join(f"{one.to} for {_listed(one.suffixes)}" for one in targets.values() if one.suffixes)
+    by_name = endings.replace(" for ", " for a name that ends with ", 1)
     convert.add_argument(
-        "--to", choices=_FORMATS,
-        help="format of TARGET; without it, hf for a name that ends with .safetensors, torch for .pt, .pth and .bin, "
-        "otherwise fleet",
-    )  # fmt: skip
+        "--to", choices=list(targets), help=f"format of TARGET; without it, {by_name}, otherwise {next(iter(targets))}"
+    )
     convert.add_argument(
         "--key", help="of a SOURCE with several entries, the one to take; of one without, the entry it becomes (model)"
     )
@@ -69,6 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _targets() -> dict[str, Format]:
+    """Returns the formats that can be written, by their names."""
+    return {one.to: one for one in known_formats() if one.to}
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.strip().upper())
     unit = found[2] if found else "?"
@@ -80,8 +89,6 @@ def _size(text: str) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.conversion.formats import open_state
-
     state = open_state(arguments.path)
     total = sum(one.num_bytes for one in state.tensors.values())
     if arguments.json:
@@ -131,8 +138,6 @@ def _as_json(state: WholeState, total: int) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.conversion.formats import open_state
-
     try:
         state = open_state(arguments.path)
         wrong = state.damage()
@@ -151,48 +156,47 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from fleet.checkpoint.conversion.formats import open_state
-    from fleet.checkpoint.storage import is_remote, open_folder
-
     target = arguments.target.removeprefix("file://")
-    to = arguments.to or _format_of(target)
+    to = _target_format(arguments.to, target)
+    is_file = Path(target).suffix in to.suffixes
     if not target:
         raise CheckpointError(f"convert: TARGET is {arguments.target!r}, which names nothing. Name a file or a folder.")
-    if arguments.max_shard_size is not None and (to != "hf" or target.endswith(".safetensors")):
-        raise CheckpointError("--max-shard-size divides a folder of --to hf; here there is one file. Omit it.")
-    if is_remote(target) and to != "fleet":
-        raise CheckpointError(f"convert: {target!r} is remote; only --to fleet writes there.")
+    if arguments.max_shard_size is not None and (not to.shard_bytes or is_file):
+        divided = ", ".join(one.to for one in _targets().values() if one.shard_bytes)
+        raise CheckpointError(f"--max-shard-size divides a folder of --to {divided}; here there is one file. Omit it.")
+    if is_remote(target) and not to.commits:
+        remote = ", ".join(one.to for one in _targets().values() if one.commits)
+        raise CheckpointError(f"convert: {target!r} is remote; only --to {remote} writes there.")
     if open_folder(target).names() if is_remote(target) else os.path.lexists(target):
         raise CheckpointError(f"convert: {target!r} exists already. Name another target, or remove it first.")
     state = open_state(arguments.source, arguments.key, _name_map(arguments.map), arguments.in_order)
-    if to == "hf" and not state.is_bare:
-        state = state.only(_only_model(state))
-    _write(state, target, to, arguments)
+    if to.is_bare and not state.is_bare:
+        state = state.only(_only_model(state, to))
+    _write(state, target, to, arguments.max_shard_size)
     for note in state.notes:
         print(note)
-    names = list(state.tensors)
-    if to == "hf":
-        from fleet.checkpoint.readers.hugging_face import names_in_file
-
-        names = names_in_file(state)
+    names = state.names_outside_values() if to.is_bare else list(state.tensors)
     total = sum(state.tensors[name].num_bytes for name in names)
-    print(f"{target}: {to}, {len(names)} tensors, {total:,} bytes, from {state.kind}")
+    print(f"{target}: {to.to}, {len(names)} tensors, {total:,} bytes, from {state.kind}")
     return 0
 
 
-def _format_of(target: str) -> str:
-    suffixes = {".safetensors": "hf", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-    return suffixes.get(Path(target).suffix, "fleet")
+def _target_format(name: str | None, target: str) -> Format:
+    targets = _targets()
+    if name is not None:
+        return targets[name]
+    by_suffix = (one for one in targets.values() if Path(target).suffix in one.suffixes)
+    return next(by_suffix, next(iter(targets.values())))
 
 
-def _only_model(state: WholeState) -> str:
+def _only_model(state: WholeState, to: Format) -> str:
     keys = state.keys()
     with_tensors = list(dict.fromkeys(name.partition("/")[0] for name in state.tensors))
     if "model" in keys:
         return "model"
     if len(with_tensors) == 1:
         return with_tensors[0]
-    raise CheckpointError(f"convert: {state.label} has the entries {keys!r}, of which hf holds one: pass --key.")
+    raise CheckpointError(f"convert: {state.label} has the entries {keys!r}, of which {to.to} holds one: pass --key.")
 
 
 def _name_map(path: str | None) -> Mapping[str, str] | None:
@@ -219,28 +223,11 @@ def _name_map(path: str | None) -> Mapping[str, str] | None:
     return found
 
 
-def _write(state: WholeState, target: str, to: str, arguments: argparse.Namespace) -> None:
-    from fleet.checkpoint.storage import explained
-
+def _write(state: WholeState, target: str, to: Format, shard_bytes: int | None) -> None:
+    sizes = [shard_bytes or to.shard_bytes] if to.shard_bytes else []
     try:
-        if to == "fleet":
-            from fleet.checkpoint.conversion.whole_state import write_fleet
-
-            write_fleet(state, target)
-            return
-        with _at_once(Path(target)) as path:
-            if to == "hf":
-                from fleet.checkpoint.readers.hugging_face import write_hugging_face
-
-                write_hugging_face(state, path, arguments.max_shard_size or 5 * 10**9)
-            elif to == "torch":
-                from fleet.checkpoint.readers.torch_file import write_torch
-
-                write_torch(state, path)
-            else:
-                from fleet.checkpoint.readers.dcp import write_dcp
-
-                write_dcp(state, path)
+        with contextlib.nullcontext(target) if to.commits else _at_once(Path(target)) as path:
+            to.load().write_state(state, path, *sizes)
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise

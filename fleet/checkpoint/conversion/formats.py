@@ -1,28 +1,99 @@
-"""Which program wrote a file or a folder, and the one way to read each as a whole state."""
+"""The formats of checkpoints: each is one module of :mod:`fleet.checkpoint.readers`, and is found there.
+
+[Note: A format]
+A module of ``readers`` has ``FORMAT``, a call of :class:`Format` with literals, and the functions ``recognises(path)``
+and ``open_state(path, asked)``. If ``FORMAT.to`` is set it also has ``write_state(state, target)``, which takes the
+size of a file as well if ``FORMAT.shard_bytes`` is set. ``FORMAT`` is read from the source without an import, so that
+``--help`` lists the formats without torch; a module is imported when its format is tried. The first format by
+``order`` that recognises a source reads it.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
-import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fleet.checkpoint.commit import read_index
-from fleet.checkpoint.conversion.torch_tree import state_of_tree
-from fleet.checkpoint.conversion.whole_state import WholeState, check_key, fleet_state
-from fleet.checkpoint.index import INDEX
-from fleet.checkpoint.readers.dcp import METADATA, dcp_state
-from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state
-from fleet.checkpoint.readers.torch_file import is_torch_file, torch_state
-from fleet.checkpoint.storage import is_remote, open_folder
+from fleet.checkpoint import readers
 from fleet.errors import CheckpointError
 
-_NUMBERED = ("a file of torch.save", "a checkpoint of torch.distributed.checkpoint")
-_PADDLE_KIND = "a Paddle file"
-_LOOKED_FOR = (
-    f"a folder with {INDEX} (Fleet), {METADATA} (torch.distributed.checkpoint), {WEIGHTS_INDEX} or one .safetensors "
-    "file (Hugging Face); a .safetensors file or the index of several; a file of torch.save; a .pdparams file (Paddle)"
-)
+if TYPE_CHECKING:
+    from fleet.checkpoint.conversion.whole_state import WholeState
+
+
+@dataclass(frozen=True)
+class Format:
+    """The declared data of a format.
+
+    Attributes:
+        order: formats of a lower order are tried first.
+        title: its name in ``--help``, in the plural; empty where the format is only refused.
+        mark: the file that every folder of the format has, if there is such a file.
+        folder: how an error describes its folders, after "a folder with".
+        file: how an error describes its files.
+        to: its name for ``--to``; empty where it is not written.
+        suffixes: of targets that are written in this format without ``--to``.
+        has_numbers: whether its optimizers may have numbers for their parameters.
+        renames: whether ``open_state`` applies the names of ``asked`` itself.
+        is_bare: whether a target holds the tensors of one entry and nothing else.
+        shard_bytes: size of a target's files unless the user gives another; 0 where a target is never divided.
+        commits: whether ``write_state`` takes remote addresses, and leaves nothing behind when it fails.
+        module: the module that has it.
+    """
+
+    order: int
+    title: str = ""
+    mark: str = ""
+    folder: str = ""
+    file: str = ""
+    to: str = ""
+    suffixes: tuple[str, ...] = ()
+    has_numbers: bool = False
+    renames: bool = False
+    is_bare: bool = False
+    shard_bytes: int = 0
+    commits: bool = False
+    module: str = ""
+
+    def load(self) -> Any:
+        """Returns the module, imported."""
+        return import_module(self.module)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The user's choices for a source.
+
+    Attributes:
+        key: the entry that the tensors of a source without entries become; ``None`` for the usual one.
+        names: new names of parameters, each with its name in the source.
+        in_order: whether the numbers of an optimizer follow the order of the model's parameters.
+    """
+
+    key: str | None = None
+    names: Mapping[str, str] | None = None
+    in_order: bool = False
+
+
+def known_formats() -> list[Format]:
+    """Returns the formats of all modules of ``readers``, in their order; imports none of them."""
+    files = [path for folder in readers.__path__ for path in Path(folder).glob("*.py") if path.stem != "__init__"]
+    return sorted(map(_declared, files), key=lambda one: (one.order, one.module))
+
+
+def _declared(path: Path) -> Format:
+    """Returns the ``FORMAT`` that a module declares. Raises TypeError where it declares none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != "FORMAT":
+            continue
+        if isinstance(node.value, ast.Call):
+            given: dict[str, Any] = {f"{one.arg}": ast.literal_eval(one.value) for one in node.value.keywords}
+            return Format(**given, module=f"{readers.__name__}.{path.stem}")
+    raise TypeError(f"{path} lacks FORMAT = Format(...), which every module of {readers.__name__} declares.")
 
 
 def open_state(
@@ -40,74 +111,41 @@ def open_state(
         CheckpointError: it is of none of the formats, which the message lists, is damaged, or does not have ``key`` or
             a tensor of ``names``.
     """
+    from fleet.checkpoint.conversion.whole_state import check_key
+
     if key is not None:
         check_key(key, "--key")
-    state = _opened(path, key, names, in_order)
-    if in_order and (state.kind not in _NUMBERED or "optimizer" not in [kind for kind, _ in state.kinds.values()]):
+    found = _format_of(path)
+    state: WholeState = found.load().open_state(path.removeprefix("file://"), Asked(key, names, in_order))
+    if in_order and not (found.has_numbers and "optimizer" in [kind for kind, _ in state.kinds.values()]):
         raise CheckpointError(
             f"--in-order: {path} ({state.kind}) has no optimizer with numbers for parameters. Omit it."
         )
     if not state.is_bare and key is not None:
         state = state.only(key)
-    return state if names is None or state.kind == _PADDLE_KIND else state.renamed(names)
+    return state if names is None or found.renames else state.renamed(names)
 
 
-def _opened(path: str, key: str | None, names: Mapping[str, str] | None, in_order: bool) -> WholeState:
-    if not path.removeprefix("file://"):
+def _format_of(path: str) -> Format:
+    local = path.removeprefix("file://")
+    if not local:
         raise CheckpointError(f"{path!r} names nothing. Name a file, a folder, or the address of a remote checkpoint.")
-    local = Path(path.removeprefix("file://"))
-    if is_remote(path) or (local / INDEX).is_file():
-        folder = open_folder(path)
-        return fleet_state(folder, read_index(folder))
-    if local.is_dir():
-        if (local / METADATA).is_file():
-            return dcp_state(local, key, in_order)
-        if any(local.glob("[0-9][0-9][0-9]/part-*")):
-            raise CheckpointError(
-                f"{path} holds tables of Paddle's parameter server. Load them into tables of fleet.ps in a script, by "
-                "fleet.checkpoint.load_paddle_table() and paddle_dense()."
-            )
-        if (local / WEIGHTS_INDEX).is_file() or list(local.glob("*.safetensors")):
-            return hugging_face_state(local, key)
-    elif local.is_file():
-        if local.name.endswith(".safetensors.index.json") or _is_safetensors(local):
-            return hugging_face_state(local, key)
-        if is_torch_file(local):
-            return torch_state(local, key, in_order)
-        if _is_cut_off(local):
-            raise CheckpointError(
-                f"{path} begins as a file of torch.save and was cut off: the list of its parts, which ends such a "
-                "file, is missing. Copy it again, or take an earlier one."
-            )
-        if local.suffix == ".pdparams":
-            from fleet.checkpoint.paddle_files.paddle_state import paddle_state
-
-            return state_of_tree(paddle_state(local, names), path, _PADDLE_KIND, key)
-        if local.suffix == ".pdopt":
-            raise CheckpointError(
-                f"{path} holds an optimizer's state, which belongs to the parameters in its .pdparams file. Convert "
-                "that one, and load this one in the script by fleet.checkpoint.paddle_optimizer_state()."
-            )
+    formats = known_formats()
+    if found := next((one for one in formats if one.load().recognises(local)), None):
+        return found
     if not os.path.lexists(local):
         raise CheckpointError(f"{path} does not exist.")
-    raise CheckpointError(f"{path} is no checkpoint that is known here. Looked for: {_LOOKED_FOR}.{_nearby(local)}")
+    folders = [one.folder for one in formats if one.folder]
+    looked_for = [f"a folder with {', '.join(folders)}", *(one.file for one in formats if one.file)]
+    raise CheckpointError(
+        f"{path} is no checkpoint that is known here. Looked for: {'; '.join(looked_for)}.{_nearby(local, formats)}"
+    )
 
 
-def _is_safetensors(path: Path) -> bool:
-    with open(path, "rb") as file:
-        start = file.read(9)
-    return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[4:8] == bytes(4))
-
-
-def _is_cut_off(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04" and not zipfile.is_zipfile(path)
-
-
-def _nearby(path: Path) -> str:
+def _nearby(path: str, formats: list[Format]) -> str:
     """Returns a hint where a folder above the checkpoint was named."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return ""
-    marks = (INDEX, METADATA, WEIGHTS_INDEX)
-    inner = sorted(one.name for one in path.iterdir() if any((one / mark).is_file() for mark in marks))
-    return f" Did you mean {path / inner[-1]}?" if inner else ""
+    marks = [one.mark for one in formats if one.mark]
+    inner = sorted(one.name for one in Path(path).iterdir() if any((one / mark).is_file() for mark in marks))
+    return f" Did you mean {Path(path) / inner[-1]}?" if inner else ""

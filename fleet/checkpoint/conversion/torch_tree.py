@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.conversion.whole_state import DEFAULT_KEY, WholeState, check_key, describe, is_groups, key_of
-from fleet.checkpoint.values import decode, encode, tensor_names
+from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
 
 _NAMES = "param_names"  # of an optimizer's groups
@@ -81,7 +81,7 @@ def tree_of_state(state: WholeState) -> dict[str, Any]:
         found: Tensor = made[name]
         return found
 
-    inside = {name for value in state.values.values() for name in tensor_names(value)}
+    inside = state.names_in_values()
     tree: dict[str, Any] = {}
     for key in state.keys():  # noqa: SIM118 - no mapping
         direct = {

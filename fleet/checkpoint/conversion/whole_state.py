@@ -8,32 +8,23 @@ alone. A file that holds nothing but tensors by their names has no entries: it i
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fleet.checkpoint.commit import Share, write_share
-from fleet.checkpoint.data_files import DataReader, FileBlock, in_file_order
-from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, Index, Piece
-from fleet.checkpoint.storage import Folder, LocalFolder, open_folder
+from fleet.checkpoint.data_files import FileBlock, in_file_order
+from fleet.checkpoint.index import DTYPES, Piece
 from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError, did_you_mean
 
 DEFAULT_KEY = "model"
-OBJECTS = "#objects"  # the value that says of what kind each entry of a Fleet checkpoint is, and of which class
 _GROUPS = "groups@"
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
-# Whole numbers of the same width as a type, which every operation knows.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,15 @@ class WholeState:
     def keys(self) -> list[str]:
         """Returns the entries, in order."""
         return list(dict.fromkeys(key_of(name) for name in (*self.tensors, *self.aliases, *self.values)))
+
+    def names_in_values(self) -> set[str]:
+        """Returns the tensors that are parts of values."""
+        return {name for value in self.values.values() for name in tensor_names(value)}
+
+    def names_outside_values(self) -> list[str]:
+        """Returns the tensors that are no part of a value, in order."""
+        inside = self.names_in_values()
+        return [name for name in self.tensors if name not in inside]
 
     def groups(self, key: str) -> list[dict[str, Any]] | None:
         """Returns the parameter groups of an optimizer, each with the names of all stages; ``None`` of another entry.
@@ -148,7 +148,7 @@ class WholeState:
             unknown.discard(parameter)
             return f"{key}/{new_names[parameter]}" + (f"/{last}" if last else "")
 
-        inside = {name for value in self.values.values() for name in tensor_names(value)}
+        inside = self.names_in_values()
         changed = {name: name if name in inside else new(name) for name in (*self.tensors, *self.aliases)}
         values = [(new(name), _with_new_names(name, value, new_names)) for name, value in self.values.items()]
         if unknown:
@@ -222,75 +222,13 @@ def from_bytes(data: memoryview | bytes, described: Described) -> Tensor:
     return made
 
 
-def fleet_state(folder: Folder, index: Index) -> WholeState:
-    """Returns the state of a checkpoint of this package; a worker's own state, which no other can load, stays behind.
-
-    Its ``read`` raises CheckpointError where a file is missing, has another length, or does not match its sums.
-    """
-
-    @cache
-    def reader(file: str) -> DataReader:
-        return DataReader(folder.open_ranges(file), index.files[file], f"{folder.path}/{file}")
-
-    def read(name: str) -> Tensor:
-        entry = index.tensors[name]
-        size = DTYPES[entry.dtype][0]
-        made = None
-        for piece in entry.pieces:
-            found = reader(piece.file).range(piece.begin, piece.begin + piece.numel * size)
-            part = from_bytes(found, Described(entry.dtype, piece.sizes))
-            if piece.sizes == entry.shape:
-                return part
-            made = torch.empty(entry.shape, dtype=part.dtype) if made is None else made
-            made.view(_BITS[size])[_slices(piece)] = part.view(_BITS[size])
-        return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]) if made is None else made  # without elements
-
-    def damage() -> list[str]:
-        wrong = []
-        for file, described in index.files.items():
-            for first in range(0, described.num_bytes, BLOCK_BYTES):
-                try:
-                    reader(file).range(first, min(first + BLOCK_BYTES, described.num_bytes))
-                except CheckpointError as error:
-                    wrong.append(f"{error}")
-                    break
-        inside = {name for value in index.values.values() for name in tensor_names(value)}
-        return wrong + [f"A value names the tensor {name!r}, which is missing." for name in inside - {*index.tensors}]
-
-    tensors = {name: Described(entry.dtype, entry.shape) for name, entry in index.tensors.items()}
-    own = [name for name in (*tensors, *index.values, *index.aliases) if name.startswith("@")]
-    return WholeState(
-        folder.path, "a Fleet checkpoint", _shared(tensors), read, _shared(index.aliases), _shared(index.values),
-        kinds=index.values.get(OBJECTS, {}),
-        damage_of_files=damage, job=index.job, pieces={name: len(one.pieces) for name, one in index.tensors.items()},
-        notes=[f"left out: each worker's own state ({len(own)} entries)"] if own else [],
-    )  # fmt: skip
-
-
-def write_fleet(state: WholeState, target: str) -> None:
-    """Writes ``state`` as a checkpoint of this package, one tensor at a time.
-
-    Raises CheckpointError when it cannot be written; a local folder that was made for it is gone then.
-    """
-    folder = open_folder(target)
-    blocks = in_file_order(
-        FileBlock(name, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for name, one in state.tensors.items()
+def whole_blocks(tensors: Mapping[str, Described]) -> list[FileBlock]:
+    """Returns ``tensors`` as the blocks of one file, each whole, in the order in which they are written."""
+    return in_file_order(
+        FileBlock(name, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for name, one in tensors.items()
     )
-    share = Share(secrets.token_hex(4), 0, 1, blocks, {**state.values, OBJECTS: state.kinds}, state.aliases, state.job)
-    try:
-        write_share(folder, share, (as_bytes(state.read(block.name)) for block in blocks))
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            if isinstance(folder, LocalFolder):
-                os.rmdir(folder.path)
-        if isinstance(error.__cause__, CheckpointError):
-            raise error.__cause__ from None  # what is wrong with the source, not with the target
-        raise
 
 
-def _shared(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in found.items() if name[:1] not in ("@", "#")}
-
-
-def _slices(piece: Piece) -> tuple[slice, ...]:
+def slices_of(piece: Piece) -> tuple[slice, ...]:
+    """Returns where ``piece`` lies in its tensor."""
     return tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))

@@ -17,15 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleet.checkpoint.conversion.formats import Asked, Format
 from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.conversion.whole_state import TORCH_DTYPES, WholeState
+from fleet.checkpoint.conversion.whole_state import TORCH_DTYPES, WholeState, slices_of
 from fleet.checkpoint.index import Index, Piece, TensorEntry
 from fleet.checkpoint.readers.torch_file import load_plain
 from fleet.checkpoint.storage import LocalFolder
 from fleet.errors import CheckpointError
 
-METADATA = ".metadata"
+FORMAT = Format(
+    order=20,
+    title="folders of torch.distributed.checkpoint",
+    mark=".metadata",
+    folder=".metadata (torch.distributed.checkpoint)",
+    to="dcp",
+    has_numbers=True,
+)
+METADATA = FORMAT.mark
 _HOME = "torch.distributed.checkpoint.metadata"
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"  # of two classes before torch 2.3
 
@@ -59,6 +68,16 @@ _KNOWN: dict[tuple[str, str], Any] = {
         "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath",
     )},
 }  # fmt: skip
+
+
+def recognises(path: str) -> bool:
+    """Returns whether ``path`` is a folder with torch's metadata."""
+    return Path(path, METADATA).is_file()
+
+
+def open_state(path: str, asked: Asked) -> WholeState:
+    """Returns the state in the folder ``path``."""
+    return dcp_state(Path(path), asked.key, asked.in_order)
 
 
 def dcp_state(path: Path, key: str | None = None, in_order: bool = False) -> WholeState:
@@ -150,8 +169,7 @@ class _Metadata:
             found = load_plain(self._bytes(piece.file, piece.begin, self._lengths[piece]), label)
             if not isinstance(found, Tensor) or found.dtype != made.dtype or tuple(found.shape) != piece.sizes:
                 raise CheckpointError(f"{label} is not the {entry.dtype} {list(piece.sizes)} that {METADATA} says.")
-            box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-            made[box] = found
+            made[slices_of(piece)] = found
         return made
 
     def _bytes(self, file: str, begin: int, length: int) -> io.BytesIO:
@@ -237,7 +255,7 @@ def _with_lists(found: Any) -> Any:
     return made
 
 
-def write_dcp(state: WholeState, target: Path) -> None:
+def write_state(state: WholeState, target: str | Path) -> None:
     """Writes ``state`` by torch's own API, without a process group. The whole of it is in memory meanwhile.
 
     Raises:

@@ -14,15 +14,54 @@ from typing import Any
 
 from torch import Tensor
 
-from fleet.checkpoint.conversion.whole_state import DEFAULT_KEY, Described, WholeState, as_bytes, from_bytes, key_of
-from fleet.checkpoint.data_files import FileBlock, MappedFile, in_file_order, read_header, write_file
+from fleet.checkpoint.conversion.formats import Asked, Format
+from fleet.checkpoint.conversion.whole_state import (
+    DEFAULT_KEY,
+    Described,
+    WholeState,
+    as_bytes,
+    from_bytes,
+    key_of,
+    whole_blocks,
+)
+from fleet.checkpoint.data_files import MappedFile, read_header, write_file
 from fleet.checkpoint.index import DTYPES
 from fleet.checkpoint.storage import LocalFolder
-from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError
 
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+FORMAT = Format(
+    order=40,
+    title="Hugging Face's safetensors files",
+    mark="model.safetensors.index.json",
+    folder="model.safetensors.index.json or one .safetensors file (Hugging Face)",
+    file="a .safetensors file or the index of several",
+    to="hf",
+    suffixes=(".safetensors",),
+    is_bare=True,
+    shard_bytes=5_000_000_000,
+)
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = FORMAT.mark
 _CODES = {code: name for name, (_, code) in DTYPES.items()}
+
+
+def recognises(path: str) -> bool:
+    """Returns whether ``path`` is a safetensors file, an index of several, or a folder with either."""
+    local = Path(path)
+    if local.is_dir():
+        return (local / WEIGHTS_INDEX).is_file() or any(local.glob("*.safetensors"))
+    return local.is_file() and (local.name.endswith(".safetensors.index.json") or _is_safetensors(local))
+
+
+def _is_safetensors(path: Path) -> bool:
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[4:8] == bytes(4))
+
+
+def open_state(path: str, asked: Asked) -> WholeState:
+    """Returns the state in ``path``, one entry."""
+    return hugging_face_state(Path(path), asked.key)
 
 
 class _Shard:
@@ -125,19 +164,19 @@ def _weight_map(path: Path) -> dict[str, str]:
     return placed
 
 
-def write_hugging_face(state: WholeState, target: Path, max_shard_bytes: int | None = None) -> None:
+def write_state(state: WholeState, target: str | Path, shard_bytes: int | None = None) -> None:
     """Writes the tensors of ``state``, which has one entry, one tensor at a time.
 
     Args:
         state: what is written; its values have no place in the format, and ``notes`` receive them.
         target: a file that ends with ``.safetensors``, or a folder, which is made.
-        max_shard_bytes: of the tensors in one file of a folder; a larger tensor has a file of its own.
+        shard_bytes: of the tensors in one file of a folder; a larger tensor has a file of its own.
 
     Raises:
         CheckpointError: a tensor is called as the format calls its metadata, or there are values alone.
         OSError: it cannot be written.
     """
-    names = names_in_file(state)
+    names = state.names_outside_values()
     if state.values and not names:
         raise CheckpointError(
             f"{state.label}: {', '.join(state.keys())} holds no tensors by their names, which is all that safetensors "
@@ -147,12 +186,13 @@ def write_hugging_face(state: WholeState, target: Path, max_shard_bytes: int | N
         state.notes.append(f"left out, because safetensors files hold tensors only: {', '.join(state.values)}")
     if any(_short(name) in ("__metadata__", "") for name in names):
         raise CheckpointError(f"{state.label}: no tensor of a safetensors file can be called '__metadata__' or ''.")
-    if target.suffix == ".safetensors":
-        _write_shard(state, names, LocalFolder(target.parent), target.name)
+    path = Path(target)
+    if path.suffix == ".safetensors":
+        _write_shard(state, names, LocalFolder(path.parent), path.name)
         return
-    folder = LocalFolder(target)
+    folder = LocalFolder(path)
     folder.prepare()
-    shards = _divided(state, names, max_shard_bytes)
+    shards = _divided(state, names, shard_bytes)
     if len(shards) == 1:
         _write_shard(state, names, folder, WEIGHTS)
         return
@@ -164,12 +204,6 @@ def write_hugging_face(state: WholeState, target: Path, max_shard_bytes: int | N
         "weight_map": {_short(name): file for file, shard in zip(files, shards, strict=True) for name in shard},
     }
     folder.put(WEIGHTS_INDEX, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def names_in_file(state: WholeState) -> list[str]:
-    """Returns the tensors that have a place in safetensors files: those that are no part of a value."""
-    inside = {name for value in state.values.values() for name in tensor_names(value)}
-    return [name for name in state.tensors if name not in inside]
 
 
 def _short(name: str) -> str:
@@ -190,10 +224,8 @@ def _divided(state: WholeState, names: Sequence[str], max_bytes: int | None) -> 
 
 
 def _write_shard(state: WholeState, names: Sequence[str], folder: LocalFolder, file: str) -> None:
-    blocks = {_short(name): (name, state.tensors[name]) for name in names}
-    ordered = in_file_order(
-        FileBlock(short, one.dtype, one.shape, (0,) * len(one.shape), one.shape) for short, (_, one) in blocks.items()
-    )
+    full = {_short(name): name for name in names}
+    ordered = whole_blocks({short: state.tensors[name] for short, name in full.items()})
     kept = {_short(alias): _short(name) for alias, name in state.aliases.items() if name in names}
     with folder.create(file) as opened:
-        write_file(opened, ordered, (as_bytes(state.read(blocks[block.name][0])) for block in ordered), metadata=kept)
+        write_file(opened, ordered, (as_bytes(state.read(full[block.name])) for block in ordered), metadata=kept)

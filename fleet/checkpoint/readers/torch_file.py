@@ -13,13 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleet.checkpoint.conversion.formats import Asked, Format
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
 from fleet.checkpoint.conversion.whole_state import WholeState
 from fleet.errors import CheckpointError
 from fleet.ps.files.archive import check_archive
 
+FORMAT = Format(
+    order=50,
+    title="files of torch.save",
+    file="a file of torch.save",
+    to="torch",
+    suffixes=(".pt", ".pth", ".bin"),
+    has_numbers=True,
+)
 _OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a file began before torch 1.6
 _BLOCK_BYTES = 2**20
+
+
+def recognises(path: str) -> bool:
+    """Returns whether ``path`` is a file of ``torch.save``, or begins as one and was cut off."""
+    local = Path(path)
+    return local.is_file() and (is_torch_file(local) or _is_cut_off(local))
+
+
+def open_state(path: str, asked: Asked) -> WholeState:
+    """Returns the state in the file ``path``."""
+    if not is_torch_file(Path(path)):
+        raise CheckpointError(
+            f"{path} begins as a file of torch.save and was cut off: the list of its parts, which ends such a "
+            "file, is missing. Copy it again, or take an earlier one."
+        )
+    return torch_state(Path(path), asked.key, asked.in_order)
+
+
+def _is_cut_off(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04" and not zipfile.is_zipfile(path)
 
 
 def is_torch_file(path: Path) -> bool:
@@ -111,7 +141,7 @@ def _damage(path: Path) -> list[str]:
     return []
 
 
-def write_torch(state: WholeState, target: Path) -> None:
+def write_state(state: WholeState, target: str | Path) -> None:
     """Writes ``state`` as ``torch.save`` does. The whole of it is in memory meanwhile. Raises OSError."""
     tree = tree_of_state(state)
     with open(target, "wb", buffering=0) as file:  # given a path, torch does not say why it cannot write

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fleet.checkpoint.conversion.formats import open_state
+from fleet.__main__ import main
+from fleet.checkpoint import readers
+from fleet.checkpoint.conversion.formats import known_formats, open_state
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.conversion.whole_state import write_fleet
-from fleet.checkpoint.paddle_files.paddle_state import paddle_state
-from fleet.checkpoint.readers.dcp import write_dcp
-from fleet.checkpoint.readers.hugging_face import write_hugging_face
-from fleet.checkpoint.readers.torch_file import write_torch
+from fleet.checkpoint.readers.dcp import write_state as write_dcp
+from fleet.checkpoint.readers.fleet_folder import write_state as write_fleet
+from fleet.checkpoint.readers.hugging_face import write_state as write_hugging_face
+from fleet.checkpoint.readers.torch_file import write_state as write_torch
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable
-from tests.helpers.sources import ROOT
 
 TREE = {"model": {"w": torch.arange(4.0), "b": torch.ones(2, 2)}, "epoch": 3}
 
@@ -81,18 +83,55 @@ def test_a_key_is_taken_or_given(folder: Path) -> None:
         open_state(str(folder / "one"), "a/b")
 
 
-def test_paddles_files_go_to_their_readers(tmp_path: Path) -> None:
-    path = ROOT / "tests/data/paddle_checkpoint/3.3.1/adam.pdparams"
-    theirs = paddle_state(path)
-    state = open_state(str(path))
-    assert state.kind == "a Paddle file"
-    assert comparable(tree_of_state(state)) == comparable(theirs)
-    name = next(iter(theirs))
-    renamed = open_state(str(path), "net", {"other": name})
-    assert list(renamed.tensors) == ["net/other"]
-    with pytest.raises(CheckpointError, match=r"paddle_optimizer_state\(\)"):
-        open_state(str(path.with_suffix(".pdopt")))
-    (tmp_path / "000").mkdir()
-    (tmp_path / "000" / "part-000-00000").touch()
-    with pytest.raises(CheckpointError, match=r"load_paddle_table\(\)"):
-        open_state(str(tmp_path))
+TEN_LINES = """
+from fleet.checkpoint.conversion.formats import Asked, Format
+from fleet.checkpoint.conversion.torch_tree import state_of_tree
+from pathlib import Path
+import torch
+FORMAT = Format(order=45, title="files of commas", file="a .commas file", to="commas", suffixes=(".commas",))
+def recognises(path):
+    return path.endswith(".commas")
+def open_state(path, asked):
+    numbers = [float(n) for n in Path(path).read_text().split(",")]
+    return state_of_tree({"w": torch.tensor(numbers)}, path, "commas", asked.key)
+def write_state(state, target):
+    Path(target).write_text(",".join(f"{n}" for name in state.tensors for n in state.read(name).flatten().tolist()))
+"""
+
+
+def test_a_new_module_is_all_that_a_new_format_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "commas_file.py").write_text(TEN_LINES)
+    monkeypatch.setattr(readers, "__path__", [*readers.__path__, str(tmp_path / "more")])
+    assert main(["checkpoint", "--help"]) == 0
+    assert "files of commas" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "a.commas").write_text("1,2,3")
+    for source, target in (("a.commas", "b.pt"), ("b.pt", "c.commas"), ("c.commas", "d"), ("d", "e.safetensors")):
+        assert main(["checkpoint", "convert", f"{tmp_path / source}", f"{tmp_path / target}"]) == 0
+    assert "from a Fleet checkpoint" in capsys.readouterr().out
+    state = open_state(str(tmp_path / "e.safetensors"))
+    assert torch.equal(state.read("model/w"), torch.tensor([1.0, 2.0, 3.0]))
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CheckpointError, match="a .commas file"):
+        open_state(str(tmp_path / "text"))
+    monkeypatch.delitem(sys.modules, "fleet.checkpoint.readers.commas_file")
+
+
+def test_formats_are_tried_in_their_order_and_each_has_its_own() -> None:
+    orders = [one.order for one in known_formats()]
+    assert orders == sorted(set(orders))
+    assert known_formats()[0].to == "fleet", "what is written without --to"
+
+
+def test_the_declared_data_is_the_modules_own() -> None:
+    for one in known_formats():
+        assert replace(one.load().FORMAT, module=one.module) == one
+
+
+def test_a_module_without_a_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stray.py").write_text("x = 1\n")
+    monkeypatch.setattr(readers, "__path__", [str(tmp_path)])
+    with pytest.raises(TypeError, match=r"stray\.py lacks FORMAT"):
+        known_formats()

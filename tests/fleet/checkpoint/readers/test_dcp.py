@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.dcp import METADATA, dcp_state, write_dcp
+from fleet.checkpoint.readers.dcp import METADATA, dcp_state
+from fleet.checkpoint.readers.dcp import write_state as write_dcp
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable, many_entries, many_tensors
 from tests.helpers.workers import run_workers

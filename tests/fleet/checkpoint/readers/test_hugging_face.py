@@ -13,7 +13,8 @@ from torch import nn
 
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
 from fleet.checkpoint.conversion.whole_state import WholeState
-from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state, single_file, write_hugging_face
+from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state, single_file
+from fleet.checkpoint.readers.hugging_face import write_state as write_hugging_face
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import bits, comparable, many_entries, many_tensors
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.checkpoint.readers.torch_file import is_torch_file, load_plain, torch_state, write_torch
+from fleet.checkpoint.readers.torch_file import is_torch_file, load_plain, torch_state
+from fleet.checkpoint.readers.torch_file import write_state as write_torch
 from fleet.errors import CheckpointError, ConfigError
 from tests.helpers.many_tensors import comparable, many_entries, many_tensors
 
