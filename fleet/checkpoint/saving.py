@@ -20,7 +20,8 @@ from fleet.checkpoint.commit import Share, check_target, leave_error, raise_here
 from fleet.checkpoint.data_files import FileBlock
 from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, StateTaker, own_state_of, takers_of
+from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, own_state_of, takers_of
+from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
 from fleet.checkpoint.writer import own_writer
 from fleet.errors import CheckpointError, ConfigError, FleetError
@@ -202,11 +203,11 @@ def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     for taker in takers:
-        tensors, names, found = taker.take()
-        items += tensors
-        aliases |= names
-        values |= found
-    kinds = {taker.key: [taker.kind, getattr(taker, "class_name", "")] for taker in takers}
+        state = taker.take()
+        items += state.items
+        aliases |= state.aliases
+        values |= state.values
+    kinds = {taker.key: [taker.kind, taker.class_name] for taker in takers}
     own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], session)
     job = {
         "world_size": world_size_of(session),
