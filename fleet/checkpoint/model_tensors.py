@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from fleet.checkpoint.values import decode, encode, tensor_names
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import local
-from fleet.strategies._shared.whole_states import layouts_of
 
 
 class ModelTensors(StateTaker):
@@ -45,23 +46,15 @@ class ModelTensors(StateTaker):
     def take(self) -> Description:
         """Returns the state."""
         aliases = self._aliases()
-        items = [item for item in self.tensors() if item.name not in aliases]
+        items = [item for item in self._tensors() if item.name not in aliases]
         values: dict[str, Any] = {}
         for name, value in self.module.state_dict().items():
             if not isinstance(value, Tensor):
                 full = f"{self._prefix}{name}"
                 found: dict[str, Tensor] = {}
                 values[full] = encode(value, full, found)
-                items += [self._item(inner, tensor, None, None) for inner, tensor in found.items()]
+                items += [self._item(inner, tensor) for inner, tensor in found.items()]
         return Description(items, aliases, values)
-
-    def tensors(self) -> Iterator[Item]:
-        """Yields the tensors, a tied parameter under each of its names."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        layouts = layouts_of(self.module)
-        for name, value in self.module.state_dict().items():
-            if isinstance(value, Tensor):
-                yield self._item(f"{self._prefix}{name}", value, parameters.get(name), layouts.get(name))
 
     def _aliases(self) -> dict[str, str]:
         """Returns, of each further name of a tied parameter, the first one."""
@@ -74,14 +67,20 @@ class ModelTensors(StateTaker):
                 found[full] = first[id(parameter)]
         return found
 
-    def _item(self, name: str, value: Tensor, parameter: Tensor | None, layout: Any) -> Item:
-        if self._own is not None:
-            own = local(value).detach()
-            return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], (self._own,))
-        expert = parameter is not None and is_expert(parameter)
-        holders = holders_of(self._axes, value, layout, expert)
-        alone = parameter is None or not self._wrapped
-        return Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
+    def _tensors(self) -> Iterator[Item]:
+        if self._own is None:
+            for item in module_items(self.module, self._axes, self._wrapped):
+                yield replace(item, name=f"{self._prefix}{item.name}")
+            return
+        for name, value in self.module.state_dict().items():
+            if isinstance(value, Tensor):
+                yield self._item(f"{self._prefix}{name}", value)
+
+    def _item(self, name: str, value: Tensor) -> Item:
+        """Returns a tensor that no layout divides: inside a value, or of a state that is this worker's own."""
+        own = local(value).detach()
+        holders = holders_of(self._axes, own, None, expert=False) if self._own is None else (self._own,)
+        return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=self._own is None)
 
     def check(self, source: Source) -> list[str]:
         """Returns why the saved state does not fit the module; an empty list where it does. Nothing is changed."""
@@ -136,6 +135,24 @@ class ModelTensors(StateTaker):
     def parameter_names(self) -> dict[Tensor, str]:
         """Returns the name of each parameter in the module."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
+
+
+def module_items(module: nn.Module, axes: Axes, wrapped: bool = True) -> Iterator[Item]:
+    """Yields the tensors in the state of ``module`` by its names, a tied parameter under each of them.
+
+    Args:
+        module: the user's module.
+        axes: the place of this worker.
+        wrapped: whether the job keeps the copies of its parameters equal.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    layouts = layouts_of(module)
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            parameter, layout = parameters.get(name), layouts.get(name)
+            holders = holders_of(axes, value, layout, expert=parameter is not None and is_expert(parameter))
+            alone = parameter is None or not wrapped
+            yield Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
 
 
 def _stored(source: Source, aliases: Mapping[str, str]) -> dict[str, str]:

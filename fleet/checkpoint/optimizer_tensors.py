@@ -23,7 +23,7 @@ from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layout_of
 from fleet.strategies._shared.parts import PART, is_part, local
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -58,7 +58,7 @@ class OptimizerTensors(StateTaker):
                 self._parameters.append(parameter)
                 self._names.append(names.get(parameter) or f"#{number}.{place}")
         self._homes = [(homes or {}).get(parameter, ("", "")) for parameter in self._parameters]
-        self._partitioned = partitioned_in(optimizer)
+        self._partitioned = wrapper_in(optimizer, PartitionedOptimizer)
         self.class_name = type(getattr(optimizer, "user_optimizer", optimizer)).__name__
         self._entries: dict[int, dict[str, Any]] = {}  # what put() gives the optimizer
 
@@ -360,12 +360,3 @@ def whole_state(source: SavedTensors, key: str) -> dict[str, Any]:
     state |= read(f"{key}/{_NAMED}") if f"{key}/{_NAMED}" in source.index.values else {}
     more = [name for name in source.index.values if name.startswith(f"{key}/+")]
     return {**{name.removeprefix(f"{key}/+"): read(name) for name in more}, "state": state, "param_groups": groups}
-
-
-def partitioned_in(optimizer: Optimizer) -> PartitionedOptimizer | None:
-    """Returns the wrapper that gives each worker whole parameters to update, where there is one."""
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, PartitionedOptimizer):
-            return optimizer
-        optimizer = optimizer.optimizer
-    return None
