@@ -108,9 +108,9 @@ class StateGroup:
             found = own.get((offsets, sizes)) if self.rank in ranks else None
             place = None if whole is None else whole[box_slices(offsets, sizes)]
             if not set(keepers) <= {*ranks}:
-                piece = self._piece(found if ranks[0] == self.rank else None, place, sizes, dtype)
-                broadcast_bits(piece, ranks[0], self.group)
-                found = piece if found is None else found
+                sent = self._piece(found if ranks[0] == self.rank else None, place, sizes, dtype)
+                broadcast_bits(sent, ranks[0], self.group)
+                found = sent if found is None else found
             if place is not None and found is not None and found is not place:
                 place.copy_(found)
         return whole
