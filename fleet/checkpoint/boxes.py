@@ -143,6 +143,11 @@ def divided_among(boxes: Sequence[HeldBox], rank: int, world_size: int) -> Itera
         begin += size
 
 
+def box_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the index of a box in its whole tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
 @torch.no_grad()
 def copy_from(piece: Piece, found: Tensor, boxes: Sequence[HeldBox]) -> int:
     """Copies what ``piece`` and ``boxes`` have in common from ``found``, its numbers; returns how many were copied."""

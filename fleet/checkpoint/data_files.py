@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,12 @@ class FileBlock:
     def key(self) -> str:
         """The name in the file: that of the tensor, and where the box begins unless it is the whole."""
         return self.name if self.sizes == self.shape else f"{self.name}@{','.join(map(str, self.offsets))}"
+
+
+def block_of(found: Mapping[str, Any]) -> FileBlock:
+    """Returns the block of which ``found`` is the dictionary, as JSON gives it back."""
+    lists = {name: tuple(found[name]) for name in ("shape", "offsets", "sizes")}
+    return FileBlock(found["name"], found["dtype"], **lists)
 
 
 def in_file_order(blocks: Iterable[FileBlock]) -> list[FileBlock]:

@@ -85,18 +85,48 @@ def copy_into(buffer: Any, written: Sequence[tuple[FileBlock, Tensor]]) -> None:
         begin += block.num_bytes
 
 
-class SavedTensors:
-    """The tensors of one checkpoint, read as they are asked for.
+class Wanted:
+    """The boxes of saved tensors that this worker wants to be filled, by name.
 
-    Args:
-        folder: the folder of the checkpoint.
-        index: what it holds.
-        check_sums: verify every block that is touched.
+    Attributes:
+        boxes: by the name of the tensor.
     """
 
-    def __init__(self, folder: Folder, index: Index, check_sums: bool = True) -> None:
-        self.index, self._folder, self._check_sums = index, folder, check_sums
-        self._readers: dict[str, DataReader] = {}
+    def __init__(self) -> None:
+        self.boxes: dict[str, list[HeldBox]] = {}
+        self._wholes: dict[str, Tensor] = {}
+
+    def add(self, name: str, boxes: Iterable[HeldBox]) -> None:
+        """Wants ``boxes`` of the tensor ``name``."""
+        self.boxes.setdefault(name, []).extend(boxes)
+
+    def add_whole(self, source: Source, name: str, device: torch.device | None = None) -> Tensor:
+        """Wants all of the tensor ``name``; returns the memory that will hold it. Raises CheckpointError."""
+        entry = source.known(name)
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+        self.add(name, [HeldBox((0,) * whole.dim(), whole)])
+        return whole
+
+    def add_inside(self, source: Source, value: Any) -> None:
+        """Wants the tensors inside ``value``, an encoded one, which :meth:`tensor` returns."""
+        for name in tensor_names(value):
+            self._wholes[name] = self.add_whole(source, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor inside a value, once it is filled."""
+        return self._wholes[name]
+
+
+class Source:
+    """A saved state: an index, and tensors that fill boxes of this worker.
+
+    Args:
+        index: what the state holds.
+        path: how errors name the state.
+    """
+
+    def __init__(self, index: Index, path: str) -> None:
+        self.index, self._path = index, path
         self._below: dict[str, list[str]] = {}
         for name in (*index.tensors, *index.values):
             parent, _, last = name.rpartition("/")
@@ -106,42 +136,87 @@ class SavedTensors:
         """Returns the last parts of the names of tensors and values directly below ``name``."""
         return self._below.get(name, [])
 
+    def entry(self, name: str) -> TensorEntry | None:
+        """Returns the tensor ``name``, which may be a second name; ``None`` where there is none."""
+        return self.index.tensors.get(self.index.aliases.get(name, name))
+
+    def known(self, name: str) -> TensorEntry:
+        """Returns the tensor ``name``. Raises CheckpointError where there is none."""
+        entry = self.entry(name)
+        if entry is None:
+            raise CheckpointError(f"{self._path!r} holds no {name!r}.{did_you_mean(name, self.index.tensors)}")
+        return entry
+
+    def verify_all(self, wanted: Iterable[Wanted]) -> None:
+        """Reads and verifies what :meth:`fill_all` copies. Raises CheckpointError."""
+        raise NotImplementedError
+
+    def fill_all(self, wanted: Iterable[Wanted]) -> None:
+        """Fills the boxes of all ``wanted``, in the order of the index. Raises CheckpointError."""
+        raise NotImplementedError
+
+    def are_equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Returns for each of ``pairs`` of names whether the two tensors are equal."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Releases what the source holds."""
+
+    def _in_order(self, wanted: Iterable[Wanted]) -> Iterator[tuple[str, list[HeldBox]]]:
+        """Yields the names in the index that are wanted, in its order, and the boxes of each."""
+        together: dict[str, list[HeldBox]] = {}
+        for name, boxes in (pair for one in wanted for pair in one.boxes.items()):
+            self.known(name)
+            together.setdefault(self.index.aliases.get(name, name), []).extend(boxes)
+        return ((name, together[name]) for name in self.index.tensors if name in together)
+
+
+class SavedTensors(Source):
+    """The tensors of one checkpoint in a folder, read as they are asked for.
+
+    Args:
+        folder: the folder of the checkpoint.
+        index: what it holds.
+        check_sums: verify every block that is touched.
+    """
+
+    def __init__(self, folder: Folder, index: Index, check_sums: bool = True) -> None:
+        super().__init__(index, folder.path)
+        self._folder, self._check_sums = folder, check_sums
+        self._readers: dict[str, DataReader] = {}
+
     @property
     def num_read(self) -> int:
         """Bytes read so far."""
         return sum(reader.num_read for reader in self._readers.values())
 
-    def entry(self, name: str) -> TensorEntry | None:
-        """Returns the tensor ``name``, which may be another one's second name; ``None`` where there is none."""
-        return self.index.tensors.get(self.index.aliases.get(name, name))
+    def verify_all(self, wanted: Iterable[Wanted]) -> None:
+        """Reads and verifies what :meth:`fill_all` copies. Raises CheckpointError."""
+        for name, boxes in self._in_order(wanted):
+            self.verify(name, boxes)
+
+    def fill_all(self, wanted: Iterable[Wanted]) -> None:
+        """Fills the boxes of all ``wanted``, reading no more than they need. Raises CheckpointError."""
+        for name, boxes in self._in_order(wanted):
+            self.fill(name, boxes)
+
+    def are_equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """Returns for each of ``pairs`` of names whether the two tensors are equal."""
+        return [torch.equal(self.whole(one), self.whole(other)) for one, other in pairs]
 
     def fill(self, name: str, boxes: Sequence[HeldBox]) -> None:
         """Copies the tensor ``name`` into ``boxes``, reading no more than they need. Raises CheckpointError."""
         for box, part, dtype, data in self._read(name, boxes):
             copy_from(part, torch.frombuffer(data, dtype=dtype).view(part.sizes), [box])
 
-    def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
-        """Reads and verifies what :meth:`fill` would copy; ``None`` for the whole tensor. Raises CheckpointError."""
-        if boxes is None:
-            shape = self._known(name).shape
-            boxes = [HeldBox((0,) * len(shape), torch.empty(shape, device="meta"))]
+    def verify(self, name: str, boxes: Sequence[HeldBox]) -> None:
+        """Reads and verifies what :meth:`fill` would copy. Raises CheckpointError."""
         for _ in self._read(name, boxes):
             pass
 
-    def verify_inside(self, name: str) -> None:
-        """Reads and verifies the tensors inside the value ``name``, if there is one. Raises CheckpointError."""
-        for inner in tensor_names(self.index.values.get(name)):
-            self.verify(inner)
-
-    def _known(self, name: str) -> TensorEntry:
-        entry = self.entry(name)
-        if entry is None:
-            raise CheckpointError(f"{self._folder.path!r} holds no {name!r}.{did_you_mean(name, self.index.tensors)}")
-        return entry
-
     def _read(self, name: str, boxes: Sequence[HeldBox]) -> Iterator[tuple[HeldBox, Piece, torch.dtype, memoryview]]:
         """Yields a box, the rows of a piece that it needs, and their type and bytes."""
-        entry, seen = self._known(name), set()
+        entry, seen = self.known(name), set()
         dtype: torch.dtype = getattr(torch, entry.dtype)
         for piece in entry.pieces:
             if (piece.offsets, piece.sizes) in seen or not piece.numel:
@@ -156,7 +231,7 @@ class SavedTensors:
 
     def whole(self, name: str) -> Tensor:
         """Returns the whole tensor ``name``, in memory of its own."""
-        entry = self._known(name)
+        entry = self.known(name)
         found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         self.fill(name, [HeldBox((0,) * found.dim(), found)])
         return found

@@ -9,10 +9,11 @@ from typing import Any
 
 from fleet.checkpoint.commit import read_index
 from fleet.checkpoint.index import Index
-from fleet.checkpoint.items import SavedTensors
+from fleet.checkpoint.items import SavedTensors, Source, Wanted
 from fleet.checkpoint.model_tensors import refuse
-from fleet.checkpoint.saved_objects import OBJECTS, StateTaker, takers_of
+from fleet.checkpoint.saved_objects import OBJECTS, takers_of
 from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait, world_size_of
+from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.errors import CheckpointError, FleetError, did_you_mean
@@ -55,9 +56,9 @@ def load(
         with closing(_source(folder, check_sums)) as source:
             return everything(source)
     _meet(objects, folder.path, session, call)
-    source, takers = _fitting(objects, folder, session, call, check_sums)
+    source, plan = _fitting(objects, folder, session, call, check_sums)
     with closing(source):
-        return _load_into(objects, takers, source, folder.path, call)
+        return _load_into(objects, plan, source, folder.path, call)
 
 
 def _meet(objects: Any, path: str, session: Any, call: str) -> None:
@@ -86,19 +87,19 @@ def _source(folder: Folder, check_sums: bool) -> SavedTensors:
 
 def _fitting(
     objects: Mapping[str, Any], folder: Folder, session: Any, call: str, check_sums: bool
-) -> tuple[SavedTensors, list[StateTaker]]:
-    """Returns the checkpoint and what takes its states, once it fits on every worker; a collective call.
+) -> tuple[SavedTensors, dict[StateTaker, Wanted]]:
+    """Returns the checkpoint and the boxes that each state wants, once it fits on every worker; a collective call.
 
     Raises ConfigError, CheckpointError on every worker where one of them cannot load. Nothing is changed then.
     """
-    source, takers, problem = None, [], ""
+    source, plan, problem = None, {}, ""
     try:
         source = _source(folder, check_sums)
         takers = takers_of(objects, session, axes_of(session), call, own=bool(source.index.job.get("own")))
         _check_takers(takers, source, folder.path, session)
+        plan = {taker: taker.wanted(source) for taker in takers}
         if check_sums:
-            for taker in takers:
-                taker.verify(source)
+            source.verify_all(plan.values())
     except FleetError as error:
         if world_size_of(session) == 1:
             if source is not None:
@@ -117,10 +118,10 @@ def _fitting(
             source.close()
         raise
     assert source is not None
-    return source, takers
+    return source, plan
 
 
-def _check_takers(takers: Sequence[StateTaker], source: SavedTensors, path: str, session: Any) -> None:
+def _check_takers(takers: Sequence[StateTaker], source: Source, path: str, session: Any) -> None:
     """Raises CheckpointError where the checkpoint does not fit."""
     kinds = source.index.values.get(OBJECTS, {})
     problems = []
@@ -129,7 +130,7 @@ def _check_takers(takers: Sequence[StateTaker], source: SavedTensors, path: str,
             problems.append(f"it has no {taker.key!r}, but {sorted(kinds)!r}{did_you_mean(taker.key, kinds)}")
             continue
         kind, class_name = kinds[taker.key]
-        mine = getattr(taker, "class_name", "")
+        mine = taker.class_name
         is_converted = class_name == ""  # from a file that names no classes, and no state apart from a value
         is_of_kind = kind == taker.kind or (is_converted and (kind, taker.kind) == ("value", "state"))
         if not is_of_kind or (class_name != mine and not is_converted and kind in ("optimizer", "state")):
@@ -138,16 +139,27 @@ def _check_takers(takers: Sequence[StateTaker], source: SavedTensors, path: str,
             )
     refuse(problems, path)
     _check_own(source.index, session, axes_of(session), path)
-    refuse([text for taker in takers for text in taker.check(source)], path)
+    refuse(misfits_of(takers, source), path)
+
+
+def misfits_of(takers: Sequence[StateTaker], source: Source) -> list[str]:
+    """Returns why the states of ``takers`` are not those of ``source``. Nothing is changed."""
+    found = [text for taker in takers for text in taker.check(source)]
+    twins = [(taker.key, pair) for taker in takers for pair in taker.twins(source)]
+    for (key, (alias, name)), is_equal in zip(twins, source.are_equal([pair for _, pair in twins]), strict=True):
+        if not is_equal:
+            found.append(f"{key!r}: {name!r} and {alias!r} are one parameter here and differ in the checkpoint")
+    return found
 
 
 def _load_into(
-    objects: Mapping[str, Any], takers: Sequence[StateTaker], source: SavedTensors, path: str, call: str
+    objects: Mapping[str, Any], plan: Mapping[StateTaker, Wanted], source: Source, path: str, call: str
 ) -> dict[str, Any]:
     found = dict(objects)
-    for taker in takers:
+    source.fill_all(plan.values())
+    for taker, wanted in plan.items():
         try:
-            loaded = taker.load(source)
+            loaded = taker.put(source, wanted)
         except FleetError:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:

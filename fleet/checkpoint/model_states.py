@@ -6,11 +6,16 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fleet.checkpoint.boxes import held_boxes
+from fleet.checkpoint.index import Index, TensorEntry
+from fleet.checkpoint.items import Wanted
+from fleet.checkpoint.model_tensors import module_items
+from fleet.checkpoint.to_group import VALUE, GroupSource, StateGroup, StateMesh, boxes_of, described, union
 from fleet.errors import CheckpointError, OptionWarning
+from fleet.strategies._shared.parameter_layout import cut, layouts_of
 from fleet.strategies._shared.parts import (
     PART,
     check_place,
@@ -21,44 +26,63 @@ from fleet.strategies._shared.parts import (
     part_like,
     place_of,
 )
-from fleet.strategies._shared.whole_states import WholeStates, cut_state, layouts_of
 
 
 class ModelStates:
-    """Takes and loads the states of ``module``.
+    """Takes and loads the states of ``module`` as dictionaries.
 
     Args:
         module: the user's module.
-        whole: joins and cuts on this mesh.
+        mesh: the place of this worker.
         elsewhere: names that only other stages of the model hold.
     """
 
-    def __init__(self, module: nn.Module, whole: WholeStates, elsewhere: Collection[str] = ()) -> None:
-        self._module, self._whole, self.elsewhere = module, whole, elsewhere
+    def __init__(self, module: nn.Module, mesh: StateMesh, elsewhere: Collection[str] = ()) -> None:
+        self._module, self._mesh, self.elsewhere = module, mesh, elsewhere
         self._layouts = layouts_of(module)
 
     @property
     def is_part(self) -> bool:
         """Whether the module holds only a part of the model, apart from what sharding divides."""
-        return self._whole.is_divided(self._layouts.values())
+        return self._mesh.is_divided(self._layouts.values())
 
     def is_collective(self) -> bool:
         """Returns whether a whole state is made of what several workers hold."""
         return self.is_part or has_parts(self._module.state_dict())
 
     def whole(self, keep: bool) -> dict[str, Any]:
-        """Returns the whole state on the host; a collective call where :meth:`is_collective` says so."""
-        return self._whole.model(self._module.state_dict(), self._layouts, keep)
+        """Returns the whole state on the host; a collective call where :meth:`is_collective` says so.
+
+        Raises CheckpointError where the workers of one stage hold different entries, or an entry cannot travel.
+        """
+        state = self._module.state_dict()
+        here = StateGroup((self._mesh.axes.global_rank,), None, self._mesh.device)
+        group = self._mesh.copy_group(has_parts(state)) if self.is_collective() else here
+        items = {item.name: item for item in module_items(self._module, self._mesh.axes)}
+        posts = group.post({**self._posted(state, items), "boxes": boxes_of(items.values()), "keep": keep})
+        stages = self._mesh.by_stage(posts, group.ranks)
+        rows = {row[0]: row for post in reversed(stages) for row in post["entries"]}
+        names = self._mesh.in_order([[row[0] for row in post["entries"]] for post in stages])
+        keepers = {rank for rank, post in zip(group.ranks, posts, strict=True) if post["keep"]}
+        tensors = [name for name in names if rows[name][1] != VALUE]
+        wholes = group.wholes(tensors, items, union(posts, group.ranks), keepers)
+        found = {name: state.get(name, rows[name][3]) if rows[name][1] == VALUE else next(wholes) for name in names}
+        return found if keep else {}
+
+    def _posted(self, state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
+        travels = self._mesh.has_stages
+        entries = [described(name, value, items.get(name), travels) for name, value in state.items()]
+        return {"stage": self._mesh.stage, "entries": entries}
 
     def local(self) -> dict[str, Any]:
         """Returns this worker's part on the host, and whose it is."""
         state = local_state(self._module.state_dict())
-        place = self._whole.place(self._layouts.values(), state.get(PART))
+        place = self._mesh.place(self._layouts.values(), state.get(PART))
         return state if place is None else {**state, PART: place}
 
     def marked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the module's own ``state``, marked as a part where it is one."""
-        place = self._whole.place(self._layouts.values())
+        place = self._mesh.place(self._layouts.values())
         if place is not None:
             mark_part(state, place)
         return state
@@ -70,38 +94,61 @@ class ModelStates:
         """
         own = self._module.state_dict()
         parts = [value for value in own.values() if is_part(value)]
-        mine = self._whole.place(self._layouts.values(), place_of(parts[0]) if parts else None)
+        mine = self._mesh.place(self._layouts.values(), place_of(parts[0]) if parts else None)
         saved = state.get(PART)
         if saved is not None:
             check_place(saved, mine or {"rank": 0, "degree": 1})
         elif (marked := getattr(state, PART, None)) is not None:
-            check_place(marked, self._whole.place(self._layouts.values()) or {"rank": 0, "degree": 1})
+            check_place(marked, self._mesh.place(self._layouts.values()) or {"rank": 0, "degree": 1})
         inner = place_of(parts[0]) if parts and saved is not None else None
         named = {name: value for name, value in state.items() if name != PART and name not in self.elsewhere}
-        cut = cut_state(named, self._layouts)
-        return {name: part_like(value, own.get(name), inner) for name, value in cut.items()}
+        return {name: part_like(self._cut(name, value), own.get(name), inner) for name, value in named.items()}
+
+    def _cut(self, name: str, value: Any) -> Any:
+        """Returns this worker's part of a whole tensor, and anything else as it is."""
+        return cut(value, self._layouts.get(name)) if isinstance(value, Tensor) and not is_part(value) else value
 
     def load_from_rank_0(self, state: Mapping[str, Any]) -> None:
         """Loads the whole ``state`` of worker 0 on every worker; a collective call.
 
         Raises CheckpointError on every worker when it does not fit; nothing is changed then.
         """
-        own = {name: value for name, value in self._module.state_dict().items() if isinstance(value, Tensor)}
-        entries = self._whole.entries(own, self._layouts)
-        alone = not dist.is_initialized()
-        problem = self._whole.misfit(state, entries) if alone or dist.get_rank() == 0 else ""
-        if alone:
+        own = self._module.state_dict()
+        items = {item.name: item for item in module_items(self._module, self._mesh.axes)}
+        group = StateGroup.of_everyone(self._mesh.device)
+        posts = group.post(self._posted({name: own[name] for name in items}, items))
+        shapes = {row[0]: tuple(row[2]) for post in self._mesh.by_stage(posts, group.ranks) for row in post["entries"]}
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        problem = _misfit(state, shapes) if is_first else ""
+        if not dist.is_initialized():
             if problem:
                 raise CheckpointError(problem)
             self._module.load_state_dict(self.fitted(state), strict=False)
             return
-        bad = torch.tensor([bool(problem)], dtype=torch.uint8, device=self._whole.device)
-        dist.broadcast(bad, src=0)
-        if bad.item():
+        dtypes = {} if problem or not is_first else {name: f"{state[name].dtype}"[len("torch.") :] for name in shapes}
+        is_bad, types = group.post([bool(problem), dtypes])[0]
+        if is_bad:
             raise CheckpointError(problem or "load_full_state_dict(): worker 0's state does not fit; it says why.")
-        for parts in self._whole.parts_from(0, None, state, own, self._layouts, entries):
-            laid_out = {name: part_like(part, own[name]) for name, part in parts.items()}
-            self._module.load_state_dict(laid_out, strict=False)
+        index = Index({name: TensorEntry(types[name], shape) for name, shape in shapes.items()})
+        source = GroupSource(index, "load_full_state_dict()", group, state.__getitem__ if is_first else None)
+        wanted = Wanted()
+        for name in items:
+            wanted.add(name, held_boxes(own[name], self._layouts.get(name)))
+        source.fill_all([wanted])
+        self._module.load_state_dict({}, strict=False)  # for the hooks that a module has for loading
+
+
+def _misfit(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns why ``state`` is not a whole state with tensors of these names and shapes, or an empty text."""
+    missing = [name for name in shapes if not isinstance(state.get(name), Tensor)]
+    strangers = [name for name, value in state.items() if isinstance(value, Tensor) and name not in shapes]
+    others = [name for name in shapes if name not in missing and tuple(state[name].shape) != shapes[name]]
+    found = [
+        f"{what}: {names[:8]!r}"
+        for what, names in (("missing", missing), ("not of this model", strangers), ("of another shape", others))
+        if names
+    ]
+    return f"load_full_state_dict(): {'; '.join(found)}. It was saved from another model." if found else ""
 
 
 def warn_of_stage_or_part(what: str) -> None:

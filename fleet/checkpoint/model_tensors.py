@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
-from fleet.checkpoint.items import Item, SavedTensors, misfits
+from fleet.checkpoint.items import Item, Source, Wanted, misfits
+from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode, tensor_names
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import local
-from fleet.strategies._shared.whole_states import layouts_of
-from fleet.training.fleet_model import FleetModel
 
 
-class ModelTensors:
-    """Takes and loads the state of one module.
+class ModelTensors(StateTaker):
+    """Describes and loads the state of one module.
 
     Args:
-        key: its name in the checkpoint.
-        model: the user's module, or what ``distributed_model`` returned.
+        key: its name in the checkpoint; without one, tensors have the names of the module.
+        module: the user's module.
         axes: the place of this worker.
         wrapped: whether the job keeps the copies of its parameters equal.
         own: the rank, where each worker keeps a state of its own; ``None`` elsewhere.
+        elsewhere: names of the state that other stages of a pipeline hold.
     """
 
     kind = "module"
 
-    def __init__(self, key: str, model: nn.Module, axes: Axes, wrapped: bool, own: int | None = None) -> None:
+    def __init__(
+        self, key: str, module: nn.Module, axes: Axes, wrapped: bool = True, own: int | None = None,
+        elsewhere: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.key, self._axes, self._wrapped, self._own = key, axes, wrapped, own
-        found = model.module if isinstance(model, FleetModel) else model
-        self.module: nn.Module = getattr(found, "_orig_mod", found)  # torch.compile adds this to every name
-        self._elsewhere = model._elsewhere if isinstance(model, FleetModel) else frozenset()
-        self._prefix = key if own is None else f"@{own}/{key}"
+        self.module: nn.Module = getattr(module, "_orig_mod", module)  # torch.compile adds this to every name
+        self.elsewhere = frozenset(elsewhere)
+        self._prefix = f"{key}/" if own is None else f"@{own}/{key}/"
         _check_has_numbers(key, self.module)
 
-    def take(self) -> tuple[list[Item], dict[str, str], dict[str, Any]]:
-        """Returns the tensors, the second names of tied parameters, and what is no tensor."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        layouts = layouts_of(self.module)
+    def take(self) -> Description:
+        """Returns the state."""
         aliases = self._aliases()
-        items: list[Item] = []
+        items = [item for item in self._tensors() if item.name not in aliases]
         values: dict[str, Any] = {}
         for name, value in self.module.state_dict().items():
-            full, parameter = f"{self._prefix}/{name}", parameters.get(name)
-            if full in aliases:
-                continue
             if not isinstance(value, Tensor):
+                full = f"{self._prefix}{name}"
                 found: dict[str, Tensor] = {}
                 values[full] = encode(value, full, found)
-                items += [self._item(inner, tensor, None, None) for inner, tensor in found.items()]
-            else:
-                items.append(self._item(full, value, parameter, layouts.get(name)))
-        return items, aliases, values
+                items += [self._item(inner, tensor) for inner, tensor in found.items()]
+        return Description(items, aliases, values)
 
     def _aliases(self) -> dict[str, str]:
         """Returns, of each further name of a tied parameter, the first one."""
@@ -65,83 +62,100 @@ class ModelTensors:
         first: dict[int, str] = {}
         found = {}
         for name in self.module.state_dict():
-            full, parameter = f"{self._prefix}/{name}", parameters.get(name)
+            full, parameter = f"{self._prefix}{name}", parameters.get(name)
             if parameter is not None and first.setdefault(id(parameter), full) != full:
                 found[full] = first[id(parameter)]
         return found
 
-    def _item(self, name: str, value: Tensor, parameter: Tensor | None, layout: Any) -> Item:
-        if self._own is not None:
-            own = local(value).detach()
-            return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], (self._own,))
-        expert = parameter is not None and is_expert(parameter)
-        holders = holders_of(self._axes, value, layout, expert)
-        alone = parameter is None or not self._wrapped
-        return Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
+    def _tensors(self) -> Iterator[Item]:
+        if self._own is None:
+            for item in module_items(self.module, self._axes, self._wrapped):
+                yield replace(item, name=f"{self._prefix}{item.name}")
+            return
+        for name, value in self.module.state_dict().items():
+            if isinstance(value, Tensor):
+                yield self._item(f"{self._prefix}{name}", value)
 
-    def check(self, source: SavedTensors) -> list[str]:
-        """Returns why the checkpoint does not fit the module; an empty list where it does. Nothing is changed."""
-        items, aliases, values = self.take()
-        inside = {inner for value in values.values() for inner in tensor_names(value)}
-        wanted = {item.name: item.shape for item in items if item.name not in inside}
-        wanted |= {alias: wanted[name] for alias, name in aliases.items() if name in wanted}
-        stored = _stored(source, aliases)
+    def _item(self, name: str, value: Tensor) -> Item:
+        """Returns a tensor that no layout divides: inside a value, or of a state that is this worker's own."""
+        own = local(value).detach()
+        holders = holders_of(self._axes, own, None, expert=False) if self._own is None else (self._own,)
+        return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=self._own is None)
+
+    def check(self, source: Source) -> list[str]:
+        """Returns why the saved state does not fit the module; an empty list where it does. Nothing is changed."""
+        state = self.take()
+        inside = {inner for value in state.values.values() for inner in tensor_names(value)}
+        wanted = {item.name: item.shape for item in state.items if item.name not in inside}
+        wanted |= {alias: wanted[name] for alias, name in state.aliases.items() if name in wanted}
+        stored = _stored(source, state.aliases)
         found = misfits(wanted, {name: source.entry(stored.get(name, name)) for name in wanted})
-        for alias, name in aliases.items():
-            one, other = source.entry(alias), source.entry(name)
-            both = one is not None and other is not None and one is not other
-            if both and not torch.equal(source.whole(alias), source.whole(name)):
-                found.append(f"{name!r} and {alias!r} are one parameter here and differ in the checkpoint")
-        begin = f"{self._prefix}/"
-        known = {*wanted, *values, *(f"{begin}{name}" for name in self._elsewhere)}
-        known |= {inner for name in values for inner in tensor_names(source.index.values.get(name))}
-        saved = [n for n in (*source.index.tensors, *source.index.aliases) if n.startswith(begin) and n not in known]
+        known = {*wanted, *state.values, *(f"{self._prefix}{name}" for name in self.elsewhere)}
+        known |= {inner for name in state.values for inner in tensor_names(source.index.values.get(name))}
+        names = (*source.index.tensors, *source.index.aliases)
+        saved = [name for name in names if name.startswith(self._prefix) and name not in known]
         if saved:
             found.append(f"not of this model: {saved[:6]!r} ({len(saved)} in all)")
         return [f"{self.key!r}: {text}" for text in found]
 
-    def verify(self, source: SavedTensors) -> None:
-        """Reads and verifies what :meth:`load` needs, and changes nothing. Raises CheckpointError."""
-        stored = _stored(source, self._aliases())
-        for _, full, boxes in self._needed():
-            if boxes is not None:
-                source.verify(stored.get(full, full), boxes)
-            else:
-                source.verify_inside(full)
+    def twins(self, source: Source) -> list[tuple[str, str]]:
+        """Returns the names of tied parameters that are two tensors in the saved state."""
+        pairs = [(alias, name) for alias, name in self._aliases().items()]
+        entries = [(source.entry(alias), source.entry(name)) for alias, name in pairs]
+        return [
+            pair
+            for pair, (one, other) in zip(pairs, entries, strict=True)
+            if one is not None and other is not None and one is not other and one.shape == other.shape
+        ]
 
-    def _needed(self) -> Iterator[tuple[str, str, list[HeldBox] | None]]:
-        """Yields each entry of the state: its name, that in the checkpoint, and its boxes, ``None`` for no tensor."""
+    def wanted(self, source: Source) -> Wanted:
+        """Returns the module's own memory, and what its extra state needs."""
+        found = Wanted()
+        stored = _stored(source, self._aliases())
         layouts = layouts_of(self.module)
         for name, value in self.module.state_dict().items():
-            boxes = None
-            if isinstance(value, Tensor) and self._own is not None:
-                boxes = [HeldBox((0,) * value.dim(), local(value))]
-            elif isinstance(value, Tensor):
-                boxes = held_boxes(value, layouts.get(name))
-            yield name, f"{self._prefix}/{name}", boxes
+            full = f"{self._prefix}{name}"
+            if not isinstance(value, Tensor):
+                found.add_inside(source, source.index.values.get(full))
+            elif self._own is not None:
+                found.add(stored.get(full, full), [HeldBox((0,) * value.dim(), local(value).detach())])
+            else:
+                found.add(stored.get(full, full), held_boxes(value, layouts.get(name)))
+        return found
 
-    @torch.no_grad()
-    def load(self, source: SavedTensors) -> None:
-        """Copies the state into the module's own memory; :meth:`check` found nothing."""
+    def put(self, source: Source, wanted: Wanted) -> None:
+        """Gives the module its extra state, and runs the hooks that it has for loading."""
         extra: dict[str, Any] = {}
-        stored = _stored(source, self._aliases())
-        for name, full, boxes in self._needed():
-            if boxes is not None:
-                source.fill(stored.get(full, full), boxes)
-            elif full in source.index.values:
-                extra[name] = decode(source.index.values[full], source.whole)
-        self.module.load_state_dict(extra, strict=False)  # also for the hooks that a module has for loading
-
-    def note_names_elsewhere(self, names: Iterable[str]) -> None:
-        """Tells which names of the whole state other stages of a pipeline hold, before the job wraps the module."""
-        self._elsewhere = frozenset(names) - set(self.module.state_dict())
+        for name, value in self.module.state_dict().items():
+            full = f"{self._prefix}{name}"
+            if not isinstance(value, Tensor) and full in source.index.values:
+                extra[name] = decode(source.index.values[full], wanted.tensor)
+        self.module.load_state_dict(extra, strict=False)
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Returns the name of each parameter in the module."""
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
 
-def _stored(source: SavedTensors, aliases: Mapping[str, str]) -> dict[str, str]:
+def module_items(module: nn.Module, axes: Axes, wrapped: bool = True) -> Iterator[Item]:
+    """Yields the tensors in the state of ``module`` by its names, a tied parameter under each of them.
+
+    Args:
+        module: the user's module.
+        axes: the place of this worker.
+        wrapped: whether the job keeps the copies of its parameters equal.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    layouts = layouts_of(module)
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            parameter, layout = parameters.get(name), layouts.get(name)
+            holders = holders_of(axes, value, layout, expert=parameter is not None and is_expert(parameter))
+            alone = parameter is None or not wrapped
+            yield Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
+
+
+def _stored(source: Source, aliases: Mapping[str, str]) -> dict[str, str]:
     """Returns, of names that the checkpoint lacks, another name of the same tied parameter that it has.
 
     Files of transformers have a tied weight under one name, and nothing says that there was another.

@@ -11,14 +11,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fleet.checkpoint.boxes import held_boxes, whole_shape
+from fleet.checkpoint.items import Item
+from fleet.checkpoint.to_group import VALUE, StateMesh, boxes_of, described, union
 from fleet.errors import CheckpointError
-from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.parameter_layout import Layout, layout_of
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
+from fleet.strategies._shared.parameter_layout import Layout, cut, layout_of, layouts_of
 from fleet.strategies._shared.parts import (
     PART,
     check_place,
@@ -29,7 +30,6 @@ from fleet.strategies._shared.parts import (
     place_of,
     whole_state,
 )
-from fleet.strategies._shared.whole_states import WholeEntry, WholeStates, cut, described, interleaved, layouts_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 from fleet.training.fleet_model import FleetModel
 
@@ -41,24 +41,24 @@ class OptimizerStates:
 
     Args:
         optimizer: the distributed optimizer; its own ``state_dict`` is not called.
-        whole: joins and cuts on this mesh.
+        mesh: the place of this worker.
         models: the wrapped models, whose names the parameters have.
     """
 
-    def __init__(self, optimizer: OptimizerWrapper, whole: WholeStates, models: Sequence[FleetModel]) -> None:
-        self._optimizer, self._whole = optimizer, whole
+    def __init__(self, optimizer: OptimizerWrapper, mesh: StateMesh, models: Sequence[FleetModel]) -> None:
+        self._optimizer, self._mesh = optimizer, mesh
         self._parameters = optimizer.parameters()
         self._names, self._layouts = _named(models)
         for parameter in self._parameters:
             layout = layout_of(parameter)
             if layout is not None and layout.parts > 1:
                 self._layouts.setdefault(parameter, layout)
-        self._partitioned = _partitioned_in(optimizer)
+        self._partitioned = wrapper_in(optimizer, PartitionedOptimizer)
 
     @property
     def is_part(self) -> bool:
         """Whether the optimizer updates only a part of the model, apart from what sharding divides."""
-        return self._whole.is_divided(self._held())
+        return self._mesh.is_divided(self._held())
 
     def is_collective(self, state: Mapping[str, Any]) -> bool:
         """Returns whether a whole state is made of what several workers hold."""
@@ -66,11 +66,11 @@ class OptimizerStates:
 
     def is_collective_load(self, state: Mapping[str, Any]) -> bool:
         """Returns whether loading ``state`` needs the other stages."""
-        return self._whole.has_stages and PART not in state
+        return self._mesh.has_stages and PART not in state
 
     def marked(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's own ``state``, with an entry and a mark that say whose part it is."""
-        place = self._whole.place(self._held(), state.get(PART))
+        place = self._mesh.place(self._held(), state.get(PART))
         if place is None or not self.is_part:
             return state
         found: dict[str, Any] = OrderedDict({**state, PART: place})
@@ -80,7 +80,7 @@ class OptimizerStates:
     def local(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns this worker's part on the host, and whose it is."""
         found = local_state(state)
-        place = self._whole.place(self._held(), found.get(PART))
+        place = self._mesh.place(self._held(), found.get(PART))
         return found if place is None else {**found, PART: place}
 
     def loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class OptimizerStates:
         saved = [list(group["params"]) for group in state["param_groups"]]
         mine = [list(group["params"]) for group in self._places()]
         own = [[self._name(place) for place in places] for places in mine]
-        groups = self._groups() if self._whole.has_stages else own
+        groups = self._groups() if self._mesh.has_stages else own
         lengths = [len(places) for places in saved]
         if lengths == [len(places) for places in mine] != [len(names) for names in groups]:
             groups = own  # its own part, without a mark
@@ -140,8 +140,8 @@ class OptimizerStates:
                 "optimizer.full_state_dict(): gradients of several batches are being added up, each worker its own. "
                 "Save after the update, or use fleet.elastic.Checkpoint."
             )
-        extras = whole_state(extras, keep)
         groups, entries = self._gathered(state, keep)
+        extras = whole_state(extras, keep)
         return {**extras, "state": entries, "param_groups": groups} if keep else {}
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class OptimizerStates:
         divided = [p for p in self._parameters if is_part(p)]
         if divided and not has_parts(state["state"]):
             inner = place_of(divided[0])
-        check_place(state[PART], self._whole.place(self._held(), inner) or _NO_STATE)
+        check_place(state[PART], self._mesh.place(self._held(), inner) or _NO_STATE)
         found = {name: value for name, value in state.items() if name != PART}
         return found if inner is None else {**found, PART: inner}
 
@@ -170,7 +170,7 @@ class OptimizerStates:
 
     def _name(self, place: int) -> str:
         """Returns the name of a parameter; without stages its place is one."""
-        if not self._whole.has_stages:
+        if not self._mesh.has_stages:
             return str(place)
         name = self._names.get(self._parameters[place])
         if name is None:
@@ -183,86 +183,82 @@ class OptimizerStates:
     def _own_groups(self) -> list[list[str]]:
         return [[self._name(place) for place in group["params"]] for group in self._places()]
 
-    def _groups(self, said: Sequence[Sequence[Sequence[str]]] | None = None) -> list[list[str]]:
-        """Returns the names in each group of the whole optimizer; a collective call unless all stages have ``said``."""
-        said = self._whole.said(self._own_groups()) if said is None else said
-        if len({len(groups) for groups in said}) > 1:
+    def _groups(self, posts: Sequence[Mapping[str, Any]] | None = None) -> list[list[str]]:
+        """Returns the names in each group of the whole optimizer; a collective call unless all stages have posted."""
+        if posts is None:
+            group = self._mesh.copy_group()
+            entries = self._own_groups()
+            posts = group.post({"stage": self._mesh.stage, "entries": entries, "groups": entries})
+            posts = self._mesh.by_stage(posts, group.ranks)
+        stages = [post["groups"] for post in posts]
+        if len({len(groups) for groups in stages}) > 1:
             raise CheckpointError(
-                f"The stages of the pipeline have {[len(groups) for groups in said]} parameter groups. Create the same "
-                "groups on every stage, empty ones too, so that a whole state has one place for each parameter."
+                f"The stages of the pipeline have {[len(groups) for groups in stages]} parameter groups. Create the "
+                "same groups on every stage, empty ones too, so that a whole state has one place for each parameter."
             )
-        return [self._whole.in_order(interleaved(stages)) for stages in zip(*said, strict=True)]
-
-    def _rows(self, state: Mapping[str, Any]) -> list[list[Any]]:
-        """Returns [owner, place, key, type, shape] of this stage's entries, as the owners' list has them."""
-        if self._partitioned is not None:
-            return self._partitioned.entry_rows()
-        rows = []
-        for place, entry in sorted(state["state"].items()):
-            for key, value in entry.items():
-                _, kind, shape, said = described(key, value, None, self._whole.has_stages)
-                rows.append([0, place, key, kind, said if kind == "value" else shape])
-        return rows
+        return [self._mesh.in_order(lists) for lists in zip(*stages, strict=True)]
 
     def _gathered(self, state: Mapping[str, Any], keep: bool) -> tuple[list[Any], dict[int, dict[str, Any]]]:
-        rows = self._rows(state)
-        named = [[self._name(row[1]), row[2], row[3], self._whole_shape(row)] for row in rows]
-        said = self._whole.said({"groups": self._own_groups(), "rows": named})
-        groups = self._groups([stage["groups"] for stage in said])
-        places = {name: at for at, name in enumerate(name for names in groups for name in names)}
-        union: dict[tuple[int, str], WholeEntry] = {}
-        for stage, other in enumerate(said):
-            for name, key, kind, shape in other["rows"]:
-                is_value = kind == "value"
-                entry = WholeEntry(name, stage, kind, () if is_value else tuple(shape), shape if is_value else None)
-                union.setdefault((places[name], key), entry)
-        mine = {(places[self._name(row[1])], row[2]): row for row in rows}
-        order = sorted(union, key=lambda found: found[0])
-        taken = {at for at, row in mine.items() if self._takes(union[at], self._parameters[row[1]])}
-        wanted = [mine[at] for at in order if at in taken and union[at].kind != "value"]
-        tensors = self._tensors(state, wanted)
-        entries: dict[int, dict[str, Any]] = {}
-        for at in order:
-            entry, row = union[at], mine.get(at)
-            if entry.kind == "value":
-                value = entry.value
-                if row is not None and self._partitioned is None:
-                    value = state["state"][row[1]][row[2]]
-            else:
-                own = next(tensors) if at in taken else None
-                layout = None if row is None else self._layouts.get(self._parameters[row[1]])
-                value = self._whole.gathered(own, entry, layout, keep)
-            entries.setdefault(at[0], {})[at[1]] = value
-        return self._whole_groups(state, groups, places), entries
-
-    def _takes(self, entry: WholeEntry, parameter: Tensor) -> bool:
-        """Returns whether this worker takes part in gathering an entry of one of its parameters."""
-        shares = self._partitioned is not None and self._whole.has_experts and not is_expert(parameter)
-        return shares or self._whole.joins(entry, True, self._layouts.get(parameter))
-
-    def _tensors(self, state: Mapping[str, Any], rows: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
-        if self._partitioned is not None:
-            yield from self._partitioned.entry_tensors(rows)
-            return
-        for _, place, key, *_ in rows:
-            yield state["state"][place][key]
-
-    def _whole_shape(self, row: Sequence[Any]) -> Any:
-        _, place, key, kind, shape = row
-        layout = self._layouts.get(self._parameters[place])
-        if kind == "value" or layout is None or not shape:
-            return shape
-        if tuple(shape) == layout.shape:
-            return list(layout.whole)
-        raise CheckpointError(
-            f"full_state_dict(): the optimizer keeps {key!r} of shape {list(shape)} for a part of shape "
-            f"{list(layout.shape)}, and how such parts make a whole is unknown. Save local_state_dict() on each worker."
+        """Returns the groups and the entries of the whole state; a collective call."""
+        has_shards = self._partitioned is not None or any(is_part(p) for p in self._parameters)
+        group = self._mesh.copy_group(has_shards)
+        own = {
+            f"{self._name(place)}/{key}": (self._name(place), place, key, value)
+            for place, entry in sorted(state["state"].items())
+            for key, value in entry.items()
+        }
+        items = {
+            full: self._item(full, value, key, self._parameters[place])
+            for full, (_, place, key, value) in own.items()
+            if isinstance(value, Tensor)
+        }
+        travels = self._mesh.has_stages or self._partitioned is not None
+        entries = [described(full, value, items.get(full), travels) for full, (_, _, _, value) in own.items()]
+        posts = group.post(
+            {
+                "stage": self._mesh.stage,
+                "groups": self._own_groups(),
+                "entries": entries,
+                "of": [[name, key] for name, _, key, _ in own.values()],
+                "boxes": boxes_of(items.values()),
+                "keep": keep,
+            }
         )
+        groups = self._groups(self._mesh.by_stage(posts, group.ranks))
+        places = {name: at for at, name in enumerate(name for names in groups for name in names)}
+        rows: dict[str, tuple[int, str, Any]] = {}  # by name: place, key, entry
+        for post in posts:
+            for entry, (name, key) in zip(post["entries"], post["of"], strict=True):
+                rows.setdefault(entry[0], (places[name], key, entry))
+        order = sorted(rows, key=lambda full: rows[full][0])
+        keepers = {rank for rank, post in zip(group.ranks, posts, strict=True) if post["keep"]}
+        tensors = [full for full in order if rows[full][2][1] != VALUE]
+        wholes = group.wholes(tensors, items, union(posts, group.ranks), keepers)
+        found: dict[int, dict[str, Any]] = {}
+        for full in order:
+            place, key, entry = rows[full]
+            if entry[1] != VALUE:
+                value: Any = next(wholes)
+            else:
+                value = own[full][3] if full in own and self._partitioned is None else entry[3]
+            found.setdefault(place, {})[key] = value
+        return self._whole_groups(state, groups, places), found
+
+    def _item(self, full: str, value: Tensor, key: str, parameter: Tensor) -> Item:
+        layout = self._layouts.get(parameter)
+        if layout is not None and value.dim() and tuple(value.shape) != layout.shape:
+            raise CheckpointError(
+                f"full_state_dict(): the optimizer keeps {key!r} of shape {list(value.shape)} for a part of shape "
+                f"{list(layout.shape)}, and how such parts make a whole is unknown. Save local_state_dict() on each "
+                "worker."
+            )
+        layout = layout if value.dim() else None
+        return Item(full, whole_shape(value, layout), held_boxes(value, layout), ())
 
     def _whole_groups(
         self, state: Mapping[str, Any], groups: Sequence[Sequence[str]], places: Mapping[str, int]
     ) -> list[dict[str, Any]]:
-        if not self._whole.has_stages:
+        if not self._mesh.has_stages:
             return list(state["param_groups"])
         found = []
         for group, names in zip(state["param_groups"], groups, strict=True):
@@ -282,11 +278,3 @@ def _named(models: Sequence[FleetModel]) -> tuple[dict[Tensor, str], dict[Tensor
             if name in divided:
                 layouts.setdefault(parameter, divided[name])
     return names, layouts
-
-
-def _partitioned_in(optimizer: torch.optim.Optimizer) -> PartitionedOptimizer | None:
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, PartitionedOptimizer):
-            return optimizer
-        optimizer = optimizer.optimizer
-    return None

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
-from fleet.checkpoint.items import Item, SavedTensors
+from fleet.checkpoint.items import Item, SavedTensors, Source, Wanted
+from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layout_of
 from fleet.strategies._shared.parts import PART, is_part, local
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -30,8 +31,8 @@ from fleet.strategies.sharding.owners import PartitionedOptimizer
 _NAMED = "#state"  # what an optimizer keeps in its state under a name of its own, for no parameter
 
 
-class OptimizerTensors:
-    """Takes and loads the state of one optimizer.
+class OptimizerTensors(StateTaker):
+    """Describes and loads the state of one optimizer.
 
     Args:
         key: its name in the checkpoint.
@@ -57,12 +58,9 @@ class OptimizerTensors:
                 self._parameters.append(parameter)
                 self._names.append(names.get(parameter) or f"#{number}.{place}")
         self._homes = [(homes or {}).get(parameter, ("", "")) for parameter in self._parameters]
-        self._partitioned = partitioned_in(optimizer)
-
-    @property
-    def class_name(self) -> str:
-        """The class of the user's optimizer."""
-        return type(getattr(self.optimizer, "user_optimizer", self.optimizer)).__name__
+        self._partitioned = wrapper_in(optimizer, PartitionedOptimizer)
+        self.class_name = type(getattr(optimizer, "user_optimizer", optimizer)).__name__
+        self._entries: dict[int, dict[str, Any]] = {}  # what put() gives the optimizer
 
     def _state(self) -> dict[str, Any]:
         """Returns the state as this worker has it."""
@@ -70,8 +68,8 @@ class OptimizerTensors:
             return OptimizerWrapper.state_dict(self.optimizer)
         return self.optimizer.state_dict()
 
-    def take(self) -> tuple[list[Item], dict[str, str], dict[str, Any]]:
-        """Returns the tensors, no second names, and what is no tensor."""
+    def take(self) -> Description:
+        """Returns the state."""
         state = self._state()
         items: list[Item] = []
         values: dict[str, Any] = {}
@@ -90,7 +88,7 @@ class OptimizerTensors:
         for key, value in state.items():
             if key not in ("state", "param_groups", PART):
                 values[f"{self._prefix}/+{key}"] = self._encoded(f"{self._prefix}/+{key}", value, items)
-        return items, {}, values
+        return Description(items, values=values)
 
     def _encoded(self, name: str, value: Any, items: list[Item], parameter: Tensor | None = None) -> Any:
         tensors: dict[str, Tensor] = {}
@@ -141,7 +139,7 @@ class OptimizerTensors:
             holders = holders_of(self._axes, parameter, layout_of(parameter), is_expert(parameter), owned)
         return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=True)
 
-    def check(self, source: SavedTensors) -> list[str]:
+    def check(self, source: Source) -> list[str]:
         """Returns why the checkpoint does not fit the optimizer; an empty list where it does. Nothing is changed."""
         saved = self._saved_groups(source)
         found = []
@@ -178,20 +176,28 @@ class OptimizerTensors:
                 found.append(f"{self.key!r}: {name!r} is {list(shapes[name])} in the checkpoint and {list(whole)} here")
         return found
 
-    def verify(self, source: SavedTensors) -> None:
-        """Reads and verifies what :meth:`load` needs, and changes nothing. Raises CheckpointError."""
-        for place, _, full in self._needed(source):
+    def wanted(self, source: Source) -> Wanted:
+        """Returns the memory of the state that this worker keeps, and new memory where it has none of the form."""
+        found = Wanted()
+        own = self._state()["state"]
+        used: set[int] = set()
+        self._entries = {}
+        for place, key, full in self._needed(source):
+            value = source.index.values.get(full)
             if full in source.index.values:
-                source.verify_inside(full)
+                found.add_inside(source, value)
             else:
-                parameter, entry = self._parameters[place], source.entry(full)
-                is_cut = entry is not None and self._is_cut(parameter, entry.shape)
-                source.verify(full, held_boxes(parameter, layout_of(parameter)) if is_cut else None)
-        for name in source.index.values:
-            if name.startswith((f"{self._prefix}/+", f"{self._prefix}/groups@", f"{self._prefix}/{_NAMED}")):
-                source.verify_inside(name)
+                parameter, present = self._parameters[place], own.get(place, {}).get(key)
+                value = self._memory(source, full, parameter, present, used, found)
+            self._entries.setdefault(place, {})[key] = value
+        for group in self._saved_groups(source):
+            found.add_inside(source, group["settings"])
+        for name, value in source.index.values.items():
+            if name.startswith((f"{self._prefix}/+", f"{self._prefix}/{_NAMED}")):
+                found.add_inside(source, value)
+        return found
 
-    def _needed(self, source: SavedTensors) -> Iterator[tuple[int, str, str]]:
+    def _needed(self, source: Source) -> Iterator[tuple[int, str, str]]:
         """Yields the state that this worker keeps: place of the parameter, key, and name in the checkpoint."""
         order = list(dict.fromkeys(key for group in self._saved_groups(source) for key in group.get("keys", ())))
         for place, name in enumerate(self._names):
@@ -200,33 +206,50 @@ class OptimizerTensors:
                 for key in sorted(keys, key=lambda key: order.index(key) if key in order else len(order)):
                     yield place, key, f"{self._prefix}/{name}/{key}"
 
-    def _is_cut(self, parameter: Tensor, shape: tuple[int, ...]) -> bool:
-        """Returns whether a state of ``shape`` is divided like its parameter."""
-        return self._own is None and bool(shape) and shape == whole_shape(parameter, layout_of(parameter))
+    def _memory(
+        self, source: Source, full: str, parameter: Tensor, present: Any, used: set[int], wanted: Wanted
+    ) -> Tensor:  # fmt: skip
+        """Returns what the saved tensor ``full``, or this worker's part of it, is filled into.
 
-    @torch.no_grad()
-    def load(self, source: SavedTensors) -> None:
-        """Gives the optimizer the saved state; :meth:`check` found nothing."""
+        That is the memory of ``present``, the state that it replaces, where that has its form: a second copy of the
+        state would not fit beside a large one. ``used`` has the addresses that are wanted so far.
+        """
+        entry = source.known(full)
+        layout = layout_of(parameter)
+        dtype = getattr(torch, entry.dtype)
+        device = local(parameter).device if entry.shape else torch.device("cpu")
+        is_cut = self._own is None and bool(entry.shape) and entry.shape == whole_shape(parameter, layout)
+        if not is_cut:
+            made = wanted.add_whole(source, full, device)
+            is_own_part = self._own is not None and made.shape == local(parameter).shape
+            return _like(parameter, made) if is_own_part else made
+        if _is_like(present, parameter, dtype, device) and local(present).data_ptr() not in used:
+            used.add(local(present).data_ptr())
+            made = cast(Tensor, present)
+        else:
+            made = _like(parameter, torch.empty(local(parameter).shape, dtype=dtype, device=device))
+        wanted.add(full, held_boxes(made, layout))
+        return made
+
+    def put(self, source: Source, wanted: Wanted) -> None:
+        """Gives the optimizer the saved state."""
         own = self._state()
+        values = source.index.values
         entries: dict[Any, dict[str, Any]] = {}
-        taken: set[int] = set()
         for place, key, full in self._needed(source):
-            if full in source.index.values:
-                value = decode(source.index.values[full], source.whole)
-            else:
-                present = own["state"].get(place, {}).get(key)
-                value = self._filled(source, full, self._parameters[place], present, taken)
-            entries.setdefault(place, {})[key] = value
-        if (named := source.index.values.get(f"{self._prefix}/{_NAMED}")) is not None:
-            entries |= decode(named, source.whole)
+            value = self._entries[place][key]
+            entries.setdefault(place, {})[key] = decode(value, wanted.tensor) if full in values else value
+        self._entries = {}
+        if (named := values.get(f"{self._prefix}/{_NAMED}")) is not None:
+            entries |= decode(named, wanted.tensor)
         groups = []
         for group, saved in zip(own["param_groups"], self._saved_groups(source), strict=True):
-            settings = decode(saved["settings"], source.whole)
+            settings = decode(saved["settings"], wanted.tensor)
             groups.append({**group, **settings, "params": group["params"]})
         extras = {
-            key: decode(source.index.values[f"{self._prefix}/+{key}"], source.whole)
+            key: decode(values[f"{self._prefix}/+{key}"], wanted.tensor)
             for key in own
-            if f"{self._prefix}/+{key}" in source.index.values
+            if f"{self._prefix}/+{key}" in values
         }
         kept = {key: value for key, value in own.items() if key not in ("state", "param_groups", *extras)}
         state = {**kept, **extras, "state": entries, "param_groups": groups}
@@ -234,47 +257,6 @@ class OptimizerTensors:
             OptimizerWrapper.load_state_dict(self.optimizer, state)
         else:
             self.optimizer.load_state_dict(state)
-
-    def _filled(
-        self, source: SavedTensors, full: str, parameter: Tensor, present: Any, taken: set[int]
-    ) -> Tensor:  # fmt: skip
-        """Returns the saved tensor ``full``, or this worker's part of it where it is laid out like ``parameter``.
-
-        It is read into the memory of ``present``, the state that it replaces, where that has its form: a second copy
-        of the state would not fit beside a large one. ``taken`` has the addresses that were filled so far.
-        """
-        entry = source.entry(full)
-        assert entry is not None
-        layout = layout_of(parameter)
-        dtype = getattr(torch, entry.dtype)
-        device = local(parameter).device if entry.shape else torch.device("cpu")
-        if not self._is_cut(parameter, entry.shape):
-            return self._own_or_whole(source, full, parameter, device)
-        if _is_like(present, parameter, dtype, device) and local(present).data_ptr() not in taken:
-            taken.add(local(present).data_ptr())
-            source.fill(full, held_boxes(present, layout))
-            return cast(Tensor, present)
-        made = torch.empty(local(parameter).shape, dtype=dtype, device=device)
-        if is_part(parameter):
-            from torch.distributed.tensor import DTensor
-
-            made = DTensor.from_local(
-                made, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                stride=parameter.stride(),
-            )  # fmt: skip
-        source.fill(full, held_boxes(made, layout))
-        return made
-
-    def _own_or_whole(self, source: SavedTensors, full: str, parameter: Tensor, device: torch.device) -> Tensor:
-        found = source.whole(full).to(device)
-        if self._own is not None and is_part(parameter) and found.shape == local(parameter).shape:
-            from torch.distributed.tensor import DTensor
-
-            return DTensor.from_local(
-                found, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                stride=parameter.stride(),
-            )  # fmt: skip
-        return found
 
     def _match_by_place(self, saved: list[dict[str, Any]]) -> None:
         """Takes the saved names, in order, where parameters here or there belong to no module that has names."""
@@ -308,12 +290,24 @@ class OptimizerTensors:
                     self._names[place] = free[0]
                 claimed.add(self._names[place])
 
-    def _keys(self, source: SavedTensors, name: str) -> list[str]:
+    def _keys(self, source: Source, name: str) -> list[str]:
         """Returns the names of the saved state of the parameter ``name``, in order."""
         return source.below(f"{self._prefix}/{name}")
 
-    def _saved_groups(self, source: SavedTensors) -> list[dict[str, Any]]:
+    def _saved_groups(self, source: Source) -> list[dict[str, Any]]:
         return saved_groups(source, self._prefix)
+
+
+def _like(parameter: Tensor, own: Tensor) -> Tensor:
+    """Returns ``own``, numbers of this worker, laid out as ``parameter`` is."""
+    if not is_part(parameter):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
 
 
 def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
@@ -327,7 +321,7 @@ def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.
     return is_alike and own.numel() > 0 and own.is_contiguous() and not own.is_inference()
 
 
-def saved_groups(source: SavedTensors, key: str) -> list[dict[str, Any]]:
+def saved_groups(source: Source, key: str) -> list[dict[str, Any]]:
     """Returns the saved parameter groups of the optimizer ``key``, each with the names of all stages."""
     found: list[dict[str, Any]] = []
     begin = f"{key}/groups@"
@@ -366,12 +360,3 @@ def whole_state(source: SavedTensors, key: str) -> dict[str, Any]:
     state |= read(f"{key}/{_NAMED}") if f"{key}/{_NAMED}" in source.index.values else {}
     more = [name for name in source.index.values if name.startswith(f"{key}/+")]
     return {**{name.removeprefix(f"{key}/+"): read(name) for name in more}, "state": state, "param_groups": groups}
-
-
-def partitioned_in(optimizer: Optimizer) -> PartitionedOptimizer | None:
-    """Returns the wrapper that gives each worker whole parameters to update, where there is one."""
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, PartitionedOptimizer):
-            return optimizer
-        optimizer = optimizer.optimizer
-    return None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox
-from fleet.checkpoint.items import Item, SavedTensors, raw_bytes
+from fleet.checkpoint.items import Item, Source, Wanted, raw_bytes
 from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
+from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
@@ -23,30 +24,7 @@ from fleet.training.fleet_model import FleetModel
 OBJECTS = "#objects"  # the value that says of what kind each object of a checkpoint is
 
 
-class StateTaker(Protocol):
-    """Takes and loads the state of one object."""
-
-    key: str
-    kind: str
-
-    def take(self) -> tuple[list[Item], dict[str, str], dict[str, Any]]:
-        """Returns tensors, second names and values."""
-        ...
-
-    def check(self, source: SavedTensors) -> list[str]:
-        """Returns why a checkpoint does not fit."""
-        ...
-
-    def verify(self, source: SavedTensors) -> None:
-        """Reads and verifies what load() needs."""
-        ...
-
-    def load(self, source: SavedTensors) -> Any:
-        """Loads the state."""
-        ...
-
-
-class ObjectState:
+class ObjectState(StateTaker):
     """Takes and loads what has ``state_dict`` and ``load_state_dict``, or is a value.
 
     Where all workers have the same, worker 0 writes it; where they differ, each writes its own.
@@ -63,15 +41,11 @@ class ObjectState:
         self.key, self._found, self._rank, self._world_size = key, found, rank, world_size
         self.differs = False  # set once the workers have compared their digests
         self.kind = "state" if hasattr(found, "state_dict") and hasattr(found, "load_state_dict") else "value"
+        self.class_name = type(found).__name__
         self._holders = axes.ranks(*axes.degrees)
 
-    @property
-    def class_name(self) -> str:
-        """The class of the object."""
-        return type(self._found).__name__
-
-    def take(self) -> tuple[list[Item], dict[str, str], dict[str, Any]]:
-        """Returns tensors, no second names, and the value."""
+    def take(self) -> Description:
+        """Returns the state or the value."""
         name = f"@{self._rank}/{self.key}" if self.differs else self.key
         tensors: dict[str, Tensor] = {}
         values = {name: encode(self._state(), name, tensors)}
@@ -80,7 +54,7 @@ class ObjectState:
             Item(inner, tuple(tensor.shape), [HeldBox((0,) * tensor.dim(), tensor)], holders, alone=True)
             for inner, tensor in tensors.items()
         ]
-        return items, {}, values
+        return Description(items, values=values)
 
     def _state(self) -> Any:
         return self._found.state_dict() if self.kind == "state" else self._found
@@ -93,11 +67,11 @@ class ObjectState:
             found = zlib.crc32(data, found)
         return found
 
-    def _saved_as(self, source: SavedTensors) -> str:
+    def _saved_as(self, source: Source) -> str:
         """Returns the name of the value that this worker loads."""
         return self.key if self.key in source.index.values else f"@{self._rank}/{self.key}"
 
-    def check(self, source: SavedTensors) -> list[str]:
+    def check(self, source: Source) -> list[str]:
         """Returns why this worker has no saved state; what an object's own loading refuses, it says itself."""
         saved = source.index.job.get("world_size", 1)
         now = self._world_size
@@ -107,13 +81,15 @@ class ObjectState:
             f"{self.key!r} was different on each of {saved} workers, and there are {now} now; omit it, and begin anew"
         ]
 
-    def verify(self, source: SavedTensors) -> None:
-        """Reads and verifies what :meth:`load` needs. Raises CheckpointError."""
-        source.verify_inside(self._saved_as(source))
+    def wanted(self, source: Source) -> Wanted:
+        """Returns the tensors inside the saved value."""
+        found = Wanted()
+        found.add_inside(source, source.index.values.get(self._saved_as(source)))
+        return found
 
-    def load(self, source: SavedTensors) -> Any:
+    def put(self, source: Source, wanted: Wanted) -> Any:
         """Loads the state into the object; returns a value."""
-        value = decode(source.index.values[self._saved_as(source)], source.whole)
+        value = decode(source.index.values[self._saved_as(source)], wanted.tensor)
         if self.kind == "value":
             return value
         self._found.load_state_dict(value)
@@ -154,7 +130,8 @@ def takers_of(
     homes: dict[Tensor, tuple[str, str]] = {}
     for key, model in modules.items():
         inner = model.module if isinstance(model, FleetModel) else model
-        taker = ModelTensors(key, model, axes, any(inner is one for one in wrapped), mine)
+        elsewhere = model._elsewhere if isinstance(model, FleetModel) else ()
+        taker = ModelTensors(key, inner, axes, any(inner is one for one in wrapped), mine, elsewhere)
         found.append(taker)
         _add_names(names, taker.parameter_names(), key)
         homes = {p: (key, name) for p, name in taker.parameter_names().items()} | homes

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor
 from fleet._log import LOGGER
 from fleet._version import __version__
 from fleet.checkpoint.commit import Share, check_target, leave_error, raise_here, write_share
-from fleet.checkpoint.data_files import FileBlock
+from fleet.checkpoint.data_files import FileBlock, block_of, in_file_order
+from fleet.checkpoint.index import Index, Piece, TensorEntry
 from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, StateTaker, own_state_of, takers_of
+from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, own_state_of, takers_of
+from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
+from fleet.checkpoint.to_group import StateGroup
 from fleet.checkpoint.writer import own_writer
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.axes import Axes
@@ -202,11 +205,11 @@ def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     for taker in takers:
-        tensors, names, found = taker.take()
-        items += tensors
-        aliases |= names
-        values |= found
-    kinds = {taker.key: [taker.kind, getattr(taker, "class_name", "")] for taker in takers}
+        state = taker.take()
+        items += state.items
+        aliases |= state.aliases
+        values |= state.values
+    kinds = {taker.key: [taker.kind, taker.class_name] for taker in takers}
     own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], session)
     job = {
         "world_size": world_size_of(session),
@@ -219,6 +222,53 @@ def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
     values[OBJECTS] = kinds
     blocks = [block for block, _ in written]
     return Taken(Share("", _rank(session), world_size_of(session), blocks, values, aliases, job), written)
+
+
+def gathered(taken: Taken | None, problem: str, group: StateGroup, call: str) -> Taken | None:
+    """Returns on the first worker of ``group``, for a folder that it alone sees, one share of what all workers write.
+
+    A collective call; the other workers get ``None``. Block after block travels, so the first worker needs room for the
+    whole state on the host and for one block.
+
+    Args:
+        taken: what this worker writes; ``None`` where it has a ``problem``.
+        problem: why it cannot; empty elsewhere.
+        group: all workers, and a device on which they send tensors to one another.
+        call: the function that errors name.
+
+    Raises:
+        CheckpointError: a worker has a problem, or two mean different tensors by one name; raised on every worker.
+    """
+    blocks = [] if taken is None else [asdict(block) for block in taken.share.blocks]
+    rest = {} if taken is None else {name: getattr(taken.share, name) for name in ("values", "aliases", "job")}
+    posts = group.post({"problem": problem, "blocks": blocks, **rest})
+    for rank, post in zip(group.ranks, posts, strict=True):
+        if post["problem"]:
+            raise CheckpointError(f"{call}: worker {rank}: {post['problem']}")
+    assert taken is not None
+    index = Index.merged(_record_of(rank, post) for rank, post in zip(group.ranks, posts, strict=True))
+    views = iter(view for _, view in taken.written)
+    written: list[tuple[FileBlock, Tensor]] = []
+    for rank, post in zip(group.ranks, posts, strict=True):
+        for block in map(block_of, post["blocks"]):
+            view = next(views) if rank == group.rank else None
+            if (sent := group.to_first(view, rank, block.sizes, getattr(torch, block.dtype))) is not None:
+                written.append((block, sent))
+    if group.rank != group.ranks[0]:
+        return None
+    order = {id(block): place for place, block in enumerate(in_file_order(block for block, _ in written))}
+    written.sort(key=lambda pair: order[id(pair[0])])
+    share = Share("", 0, 1, [block for block, _ in written], index.values, index.aliases, index.job)
+    return Taken(share, written)
+
+
+def _record_of(rank: int, post: dict[str, Any]) -> Index:
+    """Returns the record of a worker that has posted what it writes."""
+    record = Index(values=post["values"], aliases=post["aliases"], job=post["job"])
+    for block in map(block_of, post["blocks"]):
+        entry = record.tensors.setdefault(block.name, TensorEntry(block.dtype, block.shape))
+        entry.pieces.append(Piece(f"{rank}", 0, block.offsets, block.sizes))
+    return record
 
 
 def _own_options(values: Mapping[str, Any]) -> list[str]:

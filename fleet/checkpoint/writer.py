@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fleet.checkpoint.commit import Share, leave_error, write_share
-from fleet.checkpoint.data_files import FileBlock
+from fleet.checkpoint.data_files import FileBlock, block_of
 from fleet.checkpoint.storage import open_folder
 from fleet.errors import CheckpointError, FleetError
 
@@ -266,10 +266,7 @@ def write_and_more(request: dict[str, Any], descriptor: int, meet: Callable[[str
 def write_request(request: dict[str, Any], descriptor: int, meet: Any) -> None:
     """Writes the share that ``request`` describes, whose bytes lie in the memory of ``descriptor``."""
     share = dict(request["share"])
-    blocks = [
-        FileBlock(b["name"], b["dtype"], tuple(b["shape"]), tuple(b["offsets"]), tuple(b["sizes"]))
-        for b in share["blocks"]
-    ]
+    blocks = [block_of(found) for found in share["blocks"]]
     asked = Share(**{**share, "blocks": blocks})
 
     def say(text: str) -> None:

@@ -30,7 +30,7 @@ from fleet.job.whereabouts import named, user_line
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -516,11 +516,8 @@ class TrainingChecks:
 
 def _divides(optimizer: Optimizer) -> bool:
     """Returns whether each worker has a shard of the optimizer's state."""
-    while isinstance(optimizer, OptimizerWrapper):
-        if isinstance(optimizer, PartitionedOptimizer):
-            return True
-        optimizer = optimizer.optimizer
-    return any(is_part(p) for group in optimizer.param_groups for p in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return wrapper_in(optimizer, PartitionedOptimizer) is not None or any(is_part(p) for p in parameters)
 
 
 def _missed(session: Session) -> str:

@@ -16,8 +16,8 @@ from fleet.errors import ConfigError
 from fleet.job.whereabouts import user_line
 from fleet.strategies._gradients.passes import Passes
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import is_part, local
-from fleet.strategies._shared.whole_states import layouts_of
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 

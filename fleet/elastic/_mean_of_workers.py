@@ -32,7 +32,7 @@ class MeanOfWorkers(SavedTensors):
 
     def fill(self, name: str, boxes: Sequence[HeldBox]) -> None:
         """Copies the mean of the tensor ``name`` into ``boxes``; of integers, worker 0's. Raises CheckpointError."""
-        dtype = getattr(torch, self._known(name).dtype)
+        dtype = getattr(torch, self.known(name).dtype)
         if not name.startswith(_MODEL) or not dtype.is_floating_point:
             super().fill(name, boxes)
             return
@@ -43,7 +43,7 @@ class MeanOfWorkers(SavedTensors):
         mean = (total / self._num_workers).to(dtype)
         copy_from(Piece("", 0, (0,) * mean.dim(), tuple(mean.shape)), mean, boxes)
 
-    def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
+    def verify(self, name: str, boxes: Sequence[HeldBox]) -> None:
         """Reads and verifies the tensor ``name``, of the model that of every worker. Raises CheckpointError."""
         for copy in self._copies(name) if name.startswith(_MODEL) else [name]:
             super().verify(copy, boxes)

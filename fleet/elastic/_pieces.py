@@ -12,11 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.checkpoint.index import INDEX, Index
-from fleet.checkpoint.items import SavedTensors
+from fleet.checkpoint.items import SavedTensors, Wanted
+from fleet.checkpoint.loading import misfits_of
 from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import whole_state
-from fleet.checkpoint.saved_objects import OBJECTS, StateTaker, takers_of
+from fleet.checkpoint.saved_objects import OBJECTS, takers_of
 from fleet.checkpoint.saving import axes_of
+from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.elastic._folder import check_no_link
@@ -61,6 +63,7 @@ class Pieces:
         self._given = {"model": model, "optimizer": optimizer}
         self._source: SavedTensors | None = None
         self._takers: list[StateTaker] = []
+        self._plan: dict[StateTaker, Wanted] = {}
         self.rest: dict[str, Any] = {}
         self.misfits: list[str] = []
         self.is_mean = False
@@ -99,11 +102,11 @@ class Pieces:
             self._takers = takers_of(given, self._session, axes, "Checkpoint.resume()", own and not self.is_mean)
             for taker in self._takers:
                 if isinstance(taker, ModelTensors):
-                    taker.note_names_elsewhere(elsewhere)
-            self.misfits = [text for taker in self._takers for text in taker.check(source)]
+                    taker.elsewhere = frozenset(elsewhere)
+            self.misfits = misfits_of(self._takers, source)
             if not self.misfits:
-                for taker in self._takers:
-                    taker.verify(source)
+                self._plan = {taker: taker.wanted(source) for taker in self._takers}
+                source.verify_all(self._plan.values())
         except CheckpointError as error:
             return f"{error}".rstrip("."), False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -149,8 +152,9 @@ class Pieces:
         for group in () if optimizer is None else optimizer.param_groups:
             group.pop(LR_SCALE, None)  # what the checkpoint has counts, and may be none
         assert self._source is not None
-        for taker in self._takers:
-            taker.load(self._source)
+        self._source.fill_all(self._plan.values())
+        for taker, wanted in self._plan.items():
+            taker.put(self._source, wanted)
         self._source.close()
 
     def _has(self, index_sum: str) -> bool:

@@ -37,7 +37,7 @@ from fleet.elastic._state import (
 from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.strategies._shared.exchanged_texts import broadcast_bits
-from fleet.strategies._shared.whole_states import cut
+from fleet.strategies._shared.parameter_layout import cut
 from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def states_of(model: nn.Module, session: Session) -> ModelStates:
     """Returns what takes and loads the states of ``model``; in a pipeline a collective call."""
     module = module_of(model)
     whole = session.whole_states
-    elsewhere = set(whole.names(module)) - set(module.state_dict()) if whole.has_stages else ()
+    elsewhere = set(whole.names(list(module.state_dict()))) - set(module.state_dict()) if whole.has_stages else ()
     return ModelStates(module, whole, elsewhere)
 
 

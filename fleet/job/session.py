@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER
+from fleet.checkpoint.to_group import StateMesh
 from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.checks.first_step import TrainingChecks
 from fleet.checks.same_job import check_model, check_options
@@ -40,7 +41,6 @@ from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 from fleet.strategies._shared.renormalized import check_renormalized
-from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.trackers.run_log import RunLog
@@ -186,9 +186,9 @@ class Session:
         return self.axes.data_replicas if self.collective else self.world_size
 
     @property
-    def whole_states(self) -> WholeStates:
-        """Joins and cuts states on the mesh of the job."""
-        return WholeStates(self.axes, self.device)
+    def whole_states(self) -> StateMesh:
+        """The place of this worker on the mesh, as far as states go."""
+        return StateMesh(self.axes, self.device)
 
     def meet(self, call: str) -> None:
         """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
@@ -317,7 +317,7 @@ class Session:
         module, chain = self._wrapped(module)
         model = _model_class(module)(module, chain, self)
         if self.whole_states.has_stages:
-            model.note_names_elsewhere(self.whole_states.names(module))
+            model.note_names_elsewhere(self.whole_states.names(list(module.state_dict())))
         self.models.append(model)
         self.checks.watch_model(model)
         self.step_watch.watch_model(model)

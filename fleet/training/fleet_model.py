@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.checkpoint.model_states import ModelStates, warn_of_stage_or_part
 from fleet.checkpoint.save_load import known_entries
+from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
 from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
-from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.amp.amp_model import AmpModel
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class ModelObserver(Protocol):
         """Called before workers may take different numbers of batches."""
 
     @property
-    def whole_states(self) -> WholeStates:
-        """Joins and cuts states on the mesh of the job."""
+    def whole_states(self) -> StateMesh:
+        """The place of this worker on the mesh, as far as states go."""
 
     def before_save(self) -> None:
         """Called before a state is returned."""
@@ -341,7 +341,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     @property
     def _states(self) -> ModelStates:
         whole = None if self._observer is None else self._observer.whole_states
-        return ModelStates(self.module, whole or WholeStates(Axes({}, 0), torch.device("cpu")), self._elsewhere)
+        return ModelStates(self.module, whole or StateMesh(Axes({}, 0), torch.device("cpu")), self._elsewhere)
 
     def note_names_elsewhere(self, names: Iterable[str]) -> None:
         """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from fleet.checkpoint.model_states import warn_of_stage_or_part
 from fleet.checkpoint.optimizer_states import OptimizerStates
+from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import Axes
 from fleet.strategies._gradients.passes import forwards_behind
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
-from fleet.strategies._shared.whole_states import WholeStates
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.training.fleet_model import FleetModel
 
@@ -37,8 +37,8 @@ class StepObserver(Protocol):
         """The wrapped models."""
 
     @property
-    def whole_states(self) -> WholeStates:
-        """Joins and cuts states on the mesh of the job."""
+    def whole_states(self) -> StateMesh:
+        """The place of this worker on the mesh, as far as states go."""
 
     def before_step(self) -> None:
         """Called before each step of the user."""
@@ -174,10 +174,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         return float(self._amp("get_loss_scaling").get_loss_scaling())
 
     def _amp(self, call: str) -> AmpOptimizer:
-        inner = self.optimizer
-        while isinstance(inner, OptimizerWrapper) and not isinstance(inner, AmpOptimizer):
-            inner = inner.optimizer
-        if not isinstance(inner, AmpOptimizer):
+        inner = wrapper_in(self.optimizer, AmpOptimizer)
+        if inner is None:
             raise ConfigError(f"optimizer.{call}() needs mixed precision, and amp is off. Set strategy.amp = True.")
         return inner
 
@@ -264,7 +262,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     @property
     def _states(self) -> OptimizerStates:
         if self._observer is None:
-            return OptimizerStates(self, WholeStates(Axes({}, 0), torch.device("cpu")), [])
+            return OptimizerStates(self, StateMesh(Axes({}, 0), torch.device("cpu")), [])
         return OptimizerStates(self, self._observer.whole_states, self._observer.models)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:

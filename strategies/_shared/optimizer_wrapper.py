@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -164,6 +164,25 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+_Wrapper = TypeVar("_Wrapper", bound=OptimizerWrapper)
+
+
+def wrapper_in(optimizer: Optimizer, kind: type[_Wrapper]) -> _Wrapper | None:
+    """Returns the outermost wrapper of the class ``kind`` around the user's optimizer; ``None`` where there is none."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, kind):
+            return optimizer
+        optimizer = optimizer.optimizer
+    return None
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Returns the user's optimizer, inside all wrappers."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def shared_by_two(option: str) -> str:
     """Returns why an optimizer whose parameters were given to a later one cannot step."""
     return (
@@ -202,8 +221,7 @@ def users_step_hooks(optimizer: Optimizer) -> list[Any]:
 @contextmanager
 def step_hooks_around(optimizer: Optimizer) -> Iterator[None]:
     """Runs the step hooks of the user's optimizer around what happens inside, where its own ``step()`` runs none."""
-    while isinstance(optimizer, OptimizerWrapper):
-        optimizer = optimizer.optimizer
+    optimizer = innermost(optimizer)
     kinds: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in list(kinds[0].values()):
         hook(optimizer, (), {})

@@ -52,12 +52,6 @@ class Layout:
         sections = whole.split(self.sections or (whole.shape[self.dim],), self.dim)
         return [section.chunk(self.parts, self.dim)[index] for section in sections]
 
-    def put(self, part: Tensor, whole: Tensor, index: int) -> None:
-        """Writes ``part`` into ``whole`` as part ``index``."""
-        places = self.places(whole, index)
-        for place, piece in zip(places, part.split([p.shape[self.dim] for p in places], self.dim), strict=True):
-            place.copy_(piece)
-
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the whole tensor made of all ``parts``, in the order of their index."""
         sizes = [size // self.parts for size in self.sections or (self.whole[self.dim],)]
@@ -98,6 +92,23 @@ def layouts_in(module: nn.Module) -> dict[str, Layout]:
         for prefix, submodule in module.named_modules(remove_duplicate=False)
         for name, layout in submodule.__dict__.get(_ON_MODULE, {}).items()
     }
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """Returns the layouts in ``module`` of what is divided among more than one worker, by name."""
+    return {name: layout for name, layout in layouts_in(module).items() if layout.parts > 1}
+
+
+def cut(whole: Tensor, layout: Layout | None) -> Tensor:
+    """Returns this worker's part of a ``whole`` tensor, a copy; without layout the tensor itself.
+
+    Example:
+        >>> cut(torch.arange(4), Layout("mp", 0, 2, 1, (4,)))
+        tensor([2, 3])
+    """
+    if layout is None or layout.parts == 1 or tuple(whole.shape) != layout.whole:
+        return whole
+    return layout.part(whole)
 
 
 def is_stage(model: nn.Module) -> bool:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fleet.errors import CheckpointError
 from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._gradients.flat import chunks, copy_back, flattened
-from fleet.strategies._shared.exchanged_texts import gather_texts
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
 from fleet.strategies.sharding.units import check_apart
-
-_Entries: TypeAlias = dict[int, dict[str, Any]]  # the state of each parameter by its place in the groups
 
 
 def plan_owners(sizes: Sequence[int], degree: int, loads: Sequence[int] = ()) -> list[int]:
@@ -158,60 +152,6 @@ class PartitionedOptimizer(OptimizerWrapper):
         self._drop_others()
         self._move_state(to_host=True)
 
-    def entry_rows(self) -> list[list[Any]]:
-        """Returns [owner, place, key, type, shape] of the state of every parameter; a collective call.
-
-        The type of what is no tensor is "value", with the value instead of a shape.
-        """
-        places = {p: place for place, p in enumerate(self.parameters())}
-        own = {places[p]: dict(entry) for p, entry in self.state.items() if p in places and entry}
-        experts = {place for p, place in places.items() if is_expert(p)}
-        rows = []
-        for group, some in ((self._group, own.keys() - experts), (self._expert_group, own.keys() & experts)):
-            text = _described({place: own[place] for place in some})
-            texts = [text] if group is None else gather_texts(text, group, self._device())
-            rows += [[owner, *row] for owner, text in enumerate(texts) for row in json.loads(text)]
-        return sorted(rows, key=lambda row: int(row[1]))
-
-    def entry_tensors(self, rows: Sequence[Sequence[Any]]) -> Iterator[Tensor]:
-        """Yields the tensors of ``rows``, each whole on every worker of the group, in that order; a collective call.
-
-        As many travel at once as the buffer holds.
-        """
-        batch: list[Sequence[Any]] = []
-        size, parameters = 0, self.parameters()
-        for row in rows:
-            # Not in one batch: workers that share the others have different experts.
-            if batch and is_expert(parameters[row[1]]) != is_expert(parameters[batch[-1][1]]):
-                yield from self._received(batch)
-                batch, size = [], 0
-            batch.append(row)
-            size += prod(row[4]) * getattr(torch, row[3]).itemsize
-            if size >= self._buffer_bytes:
-                yield from self._received(batch)
-                batch, size = [], 0
-        yield from self._received(batch)
-
-    def _received(self, rows: Sequence[Sequence[Any]]) -> list[Tensor]:
-        device, parameters = self._device(), self.parameters()
-        experts = bool(rows) and is_expert(parameters[rows[0][1]])
-        group, rank = (self._expert_group, self._expert_rank) if experts else (self._group, self._rank)
-        by_owner: list[list[Tensor]] = [[] for _ in range(1 if group is None else group.size())]
-        found = []
-        for owner, place, key, kind, shape in rows:
-            if owner == rank:
-                found.append(self.state[parameters[place]][key].detach().to(device))
-            else:
-                found.append(torch.empty(shape, dtype=getattr(torch, kind), device=device))
-            by_owner[owner].append(found[-1])
-        for owner, tensors in enumerate(by_owner) if group is not None else ():
-            for chunk in chunks(tensors, self._buffer_bytes):
-                flat = flattened(chunk)
-                dist.broadcast(flat, group=group, group_src=owner)
-                if owner != rank:
-                    copy_back(flat, chunk)
-        return found
-
     @property
     def place(self) -> dict[str, int]:
         """Which part of how many parts of the state this worker holds."""
@@ -265,20 +205,3 @@ def _on_host(value: Tensor) -> Tensor:
     if value.device.type == "cpu":
         return value
     return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-
-
-def _described(entries: _Entries) -> str:
-    """Returns place, key, type and shape (or value) of everything in ``entries``, in one order, as JSON."""
-    rows: list[list[Any]] = []
-    for place, entry in sorted(entries.items()):
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                rows.append([place, key, str(value.dtype).removeprefix("torch."), list(value.shape)])
-            elif value is None or isinstance(value, bool | int | float | str):
-                rows.append([place, key, "value", value])
-            else:
-                raise CheckpointError(
-                    f"full_state_dict(): the optimizer's state {key!r} is a {type(value).__name__}; tensors, numbers "
-                    "and texts can be gathered. Save one state_dict() for each worker."
-                )
-    return json.dumps(rows)

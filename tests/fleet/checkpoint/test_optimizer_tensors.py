@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet import checkpoint, fleet
-from fleet.checkpoint.optimizer_tensors import partitioned_in
 from fleet.errors import CheckpointError, ConfigError
 from tests.helpers.workers import run_workers
 
@@ -151,10 +150,6 @@ def test_another_optimizer_is_refused(tmp_path: Path, make: Any, said: str) -> N
     with pytest.raises(CheckpointError, match=said):
         checkpoint.load(tmp_path, {"model": other, "optimizer": make(other)})
     assert not other[0].weight.any(), "nothing was changed"
-
-
-def test_a_plain_optimizer_has_no_owners() -> None:
-    assert partitioned_in(torch.optim.SGD(net().parameters(), lr=1.0)) is None
 
 
 def load_before_the_plan(rank: int, world_size: int, path: str) -> list[str]:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fleet
+from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
-from fleet.strategies._shared.whole_states import WholeStates
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import Closure, FleetOptimizer, Step
 from tests.helpers.fleets import own_fleet
@@ -25,7 +25,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.steps, self.models = 0, ()
-        self.whole_states = WholeStates(Axes({}, 0), torch.device("cpu"))
+        self.whole_states = StateMesh(Axes({}, 0), torch.device("cpu"))
 
     def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
         return step(closure)

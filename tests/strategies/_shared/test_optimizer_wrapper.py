@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, innermost, wrapper_in
+from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 
 def test_shares_groups_and_state() -> None:
@@ -40,3 +41,13 @@ def test_schedulers_of_the_inner_optimizer_hear_of_steps() -> None:
     OptimizerWrapper(inner).note_step()
     scheduler.step()  # warns, which is an error in the tests, when it has heard of no step
     assert inner.param_groups[0]["lr"] < 0.1
+
+
+def test_a_wrapper_is_found_by_its_class() -> None:
+    """A plain optimizer has none, and is its own innermost one."""
+    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    assert wrapper_in(plain, PartitionedOptimizer) is None
+    outer = OptimizerWrapper(OptimizerWrapper(plain))
+    assert wrapper_in(outer, OptimizerWrapper) is outer
+    assert wrapper_in(outer, PartitionedOptimizer) is None
+    assert innermost(outer) is innermost(plain) is plain
