@@ -14,8 +14,8 @@ from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
-from fleet.strategies._gradients.merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._gradients.passes import Passes, passes_of
+from fleet.strategies._gradients.set_aside import MergingOptimizer, Window, merge_passes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
-from fleet.strategies._gradients.exchange_batches import Batches, CountingOptimizer, ModelBatches
+from fleet.strategies._gradients.accumulator import Batches, CountingOptimizer, ModelBatches
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
-from fleet.strategies._gradients.merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._gradients.passes import Passes, passes_of
+from fleet.strategies._gradients.set_aside import MergingOptimizer, Window, merge_passes
 from fleet.strategies._shared.mesh import copies_mesh, plan_axes
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 from fleet.strategies.sharding.part_optimizer import ShardedOptimizer, check_any_stage, check_divided

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fleet.errors import CheckpointError
-from fleet.strategies._gradients.merging import MergingOptimizer, Window
+from fleet.strategies._gradients.set_aside import MergingOptimizer, Window
 
 
 def made(k_steps: int, global_rank: int = 0) -> tuple[torch.Tensor, MergingOptimizer]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._gradients.exchange_batches import Batches, CountingOptimizer, ModelBatches
+from fleet.strategies._gradients.accumulator import Batches, CountingOptimizer, ModelBatches
 
 
 def counted(model: nn.Module, per_update: int = 1, per_exchange: int = 1) -> tuple[Batches, CountingOptimizer]:
