@@ -103,7 +103,7 @@ class DataParallelJob(JobKind):
         )
         self._wrapped.add(wrapped)
         if session.options["gradient_scale_configs"].scale_strategy != "avg":
-            exchange_of(wrapped).change(average=False)
+            exchange_of(wrapped).change(divisor=1)
             SummedOnce(passes_of(wrapped), copies.size())
         elif session.axes.data_replicas != copies.size():  # see [Note: Who holds what]
             exchange_of(wrapped).change(divisor=session.axes.data_replicas)

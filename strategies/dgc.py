@@ -90,8 +90,9 @@ class Dgc(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
-        if data_parallel_in(model) is not None:
-            exchange, passes = exchange_of(model), passes_of(model)
+        module = data_parallel_in(model)
+        if module is not None:
+            exchange, passes = exchange_of(module), passes_of(model)
             exchange.change(
                 route=lambda bucket: exchange_bucket(bucket, exchange, self.compressors), strategy=self.name
             )
@@ -225,7 +226,7 @@ def exchange_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Exchanges one bucket: large gradients sparsely, the others in one dense buffer."""
     owners = {p: compressor for compressor in reversed(compressors) for p in compressor.groups}
-    group, num_workers = exchange.process_group, exchange.process_group.size()
+    group, num_workers = exchange.group, exchange.group.size()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     sparse = [(p, g) for p, g in pairs if p in owners and owners[p].compresses(p)]
     dense = [g for p, g in pairs if not (p in owners and owners[p].compresses(p))]
@@ -250,7 +251,7 @@ def exchange_bucket(
             sent.wait()  # makes the GPU's stream wait for NCCL's, which the future of all of them does not
         for part in finish:
             part()
-        return bucket.buffer().div_(num_workers) if exchange.average else bucket.buffer()
+        return bucket.buffer() if exchange.divisor == 1 else bucket.buffer().div_(num_workers)
 
     done: torch.futures.Future[Tensor] = torch.futures.collect_all(waiting).then(combine)
     return done

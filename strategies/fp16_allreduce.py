@@ -9,7 +9,7 @@ from torch import nn
 
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
+from fleet.strategies._gradients.gradient_exchange import exchange_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,7 @@ class Fp16Allreduce(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with its exchange in the narrow type."""
-        if data_parallel_in(model) is not None:
-            exchange_of(model).change(wire_dtype=getattr(torch, self.config.dtype), strategy=self.name)
-        elif (reducer := reducer_in(model)) is not None:
-            reducer.wire_dtype = getattr(torch, self.config.dtype)
+        exchange = exchange_in(model)
+        if exchange is not None:
+            exchange.change(wire_dtype=getattr(torch, self.config.dtype), strategy=self.name)
         return model

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, accumulate
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
-from fleet.strategies._gradients.merging import MergingOptimizer, Window, merge_passes
 from fleet.strategies._gradients.passes import Passes, passes_of
+from fleet.strategies._gradients.set_aside import SetAside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class GradientMerge(Strategy):
         """Starts without models and optimizers; each optimizer gets a window of ``k_steps`` batches."""
         super().__init__(config, session)
         self._models: list[Passes] = []
-        self._windows: list[Window] = []
+        self._windows: list[SetAside] = []
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError for LBFGS, which runs batches by itself."""
@@ -68,7 +69,7 @@ class GradientMerge(Strategy):
         """Returns ``model``; its backward passes exchange gradients in the last batch of a window only."""
         if self.config.k_steps > 1 and data_parallel_in(model) is not None:
             self._models.append(passes_of(model))
-            merge_passes(self._models[-1], self._windows)
+            accumulate(self._models[-1], self._windows)
         for window in self._windows:
             window.follow()
         return model
@@ -77,8 +78,12 @@ class GradientMerge(Strategy):
         """Returns an optimizer that updates at every ``k_steps``-th call."""
         if self.config.k_steps == 1:
             return optimizer
-        self._windows.append(Window(self.config.k_steps, self.config.avg, self._models, self._windows))
-        return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
+        window = SetAside(
+            self.name, self._windows, per_update=self.config.k_steps, average=self.config.avg, models=self._models,
+            global_rank=self.session.global_rank,
+        )  # fmt: skip
+        self._windows.append(window)
+        return AccumulatingOptimizer(optimizer, window)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Merges the gradients of parameters that were unfrozen, too."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
-from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
+from fleet.strategies._gradients.gradient_exchange import exchange_in
 
 
 @top_level
@@ -65,13 +65,10 @@ class UseHierarchicalAllreduce(Strategy):
         size = self.session.options["hierarchical_allreduce_inter_nranks"]
         size = size if size > 1 else self.session.local_world_size
         axes = self.session.axes
-        reducer = reducer_in(model)
-        if (data_parallel_in(model) is not None or reducer is not None) and 1 < size < self.session.world_size:
+        exchange = exchange_in(model)
+        if exchange is not None and 1 < size < self.session.world_size:
             levels = TwoLevels(axes.ranks(*COPY_AXES), axes.all_ranks(*COPY_AXES), size)
-            if reducer is not None:
-                reducer.sum = levels.sum
-            else:
-                exchange_of(model).change(sum=levels.sum, strategy=self.name)
+            exchange.change(sum=levels.sum, strategy=self.name)
         return model
 
 

@@ -55,8 +55,9 @@ class StepWatch:
         """Measures ``model`` from now on."""
         if self.times is not None:
             self.times.watch_model(model)
-        if self._profiler is not None and data_parallel_in(model._chain) is not None:
-            exchange_of(model._chain).name_buckets()
+        module = data_parallel_in(model._chain)
+        if self._profiler is not None and module is not None:
+            exchange_of(module).name_buckets()
 
     def before_forward(self, step: int) -> None:
         """Called before each forward, after ``step`` steps."""

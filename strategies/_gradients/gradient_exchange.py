@@ -1,73 +1,109 @@
-"""GradientExchange: what happens to a bucket of gradients between two workers, in one communication hook.
+"""GradientExchange: what a bucket of gradients goes through between workers, and where a wrapped model keeps it.
 
-DistributedDataParallel takes a single hook, while several options change the exchange (the type on the wire, the
-division, later the route). Each option sets its field here; the hook is registered at the first field that differs
-from what DistributedDataParallel does by itself.
+Several options change the exchange (the type on the wire, the division, the route), whoever runs it. Each option sets
+its field here. DistributedDataParallel takes a single hook; it is registered at the first field that differs from what
+DistributedDataParallel does by itself.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.strategies._gradients.exchange_names import named_exchange
 
-Route = Callable[[dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
+Route = Callable[[dist.GradBucket], "torch.futures.Future[Tensor]"]
 # Adds a tensor up over all workers, in place; the future holds a list of that tensor.
-Sum = Callable[[torch.Tensor], "torch.futures.Future[list[torch.Tensor]]"]
+Sum = Callable[[Tensor], "torch.futures.Future[list[Tensor]]"]
+
+
+@dataclass
+class SentBucket:
+    """A bucket on the wire.
+
+    Attributes:
+        future: holds the sum, in the type of the wire.
+        gradients: the bucket, in its own type.
+        header_size: how many numbers at its end are no gradients.
+        factor: what its gradients were multiplied by on the wire.
+    """
+
+    future: torch.futures.Future[list[Tensor]]
+    gradients: Tensor
+    header_size: int
+    factor: float
+
+    def received(self) -> Tensor:
+        """Returns the bucket with what all workers have sent, once ``future`` is done; raises its error."""
+        summed = self.future.value()[0]
+        if summed.dtype == self.gradients.dtype:
+            return summed
+        self.gradients.copy_(summed)
+        if self.factor != 1.0:
+            _without_header(self.gradients, self.header_size).div_(self.factor)
+        return self.gradients
 
 
 class GradientExchange:
-    """The exchange of one DistributedDataParallel module.
+    """The exchange of buckets of gradients among the workers of a group.
+
+    [Note: The header of a bucket]
+    A bucket may end with a header: whole numbers that workers must agree on before they use its gradients. They travel
+    in the same all_reduce, in the type of the wire, and are summed as they are: not divided, not multiplied by the
+    factor. A sum is exact up to 2**24 in float32, 2048 in float16 and 256 in bfloat16; above that a sum of flags is
+    still above 0 in every type. What needs more digits is sent as several small numbers.
+
+    Args:
+        strategy: who exchanges; profilers show it unless options have changed the exchange.
+        group: the workers that exchange.
+        divisor: what the sum is divided by: the number of workers, or of those among them that train on different
+            rows; 1 leaves the sum.
 
     Attributes:
-        average: divide the sum by ``divisor``.
-        divisor: the number of workers, or of those among them that train on different rows.
         wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
         wire_factor: what float32 gradients are multiplied by while they cross the wire as float16, whose small values
             they would lose otherwise; the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
-        route: exchanges a bucket by other means than a sum of its buffer; it reads the other fields itself.
+        route: exchanges a bucket of DistributedDataParallel by other means than a sum; it reads the other fields.
         names: the strategies that changed it; profilers show them.
-        registered: whether any of this differs from what DistributedDataParallel does by itself.
     """
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self.average = True
-        self.divisor = dist.get_world_size(module.process_group)
+    def __init__(self, strategy: str, group: Any, divisor: float) -> None:
+        self._group = group
+        self.divisor = divisor
         self.wire_dtype: torch.dtype | None = None
         self.wire_factor: Callable[[], float] = lambda: 1.0
         self.sum: Sum = self._all_reduce
         self.route: Route | None = None
         self.names: list[str] = []
-        self._module = module
-        self.registered = False
+        self._strategy = strategy
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def group(self) -> Any:
         """The workers that exchange."""
-        return self._module.process_group
+        return self._group
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Returns None: a copied model makes an exchange of its own, or has none."""
 
     def change(
         self,
         *,
-        average: bool | None = None,
-        divisor: int | None = None,
+        divisor: float | None = None,
         wire_dtype: torch.dtype | None = None,
         sum: Sum | None = None,
         route: Route | None = None,
         strategy: str = "",
     ) -> None:
-        """Sets the given fields for ``strategy`` and makes sure that the hook is registered."""
+        """Sets the given fields for ``strategy``."""
         self.names += [strategy] if strategy else []
-        if average is not None:
-            self.average = average
         if divisor is not None:
             self.divisor = divisor
         if wire_dtype is not None:
@@ -76,8 +112,53 @@ class GradientExchange:
             self.sum = sum
         if route is not None:
             self.route = route
-        if not self.registered:
-            self.register()
+
+    def named(self, gradients: Tensor, number: int) -> Any:
+        """Returns the context in which profilers show the exchange of bucket ``number``."""
+        return named_exchange(" + ".join(self.names) or self._strategy, gradients, f"bucket {number}")
+
+    def send(self, gradients: Tensor, header_size: int = 0) -> SentBucket:
+        """Starts the exchange of a bucket, which is changed in place; see [Note: The header of a bucket]."""
+        narrow = self.wire_dtype if gradients.dtype == torch.float32 and not gradients.is_sparse else None
+        factor = self.wire_factor() if narrow == torch.float16 else 1.0
+        if factor != 1.0:
+            _without_header(gradients, header_size).mul_(factor)
+        sent = gradients if narrow is None else gradients.to(narrow)
+        if self.divisor != 1:
+            # Before the sum, not after it: a float16 sum over many workers overflows first.
+            _without_header(sent, header_size).div_(self.divisor)
+        return SentBucket(self.sum(sent), gradients, header_size, factor)
+
+    def _all_reduce(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return cast("torch.futures.Future[list[Tensor]]", work.get_future())
+
+
+def _without_header(bucket: Tensor, header_size: int) -> Tensor:
+    return bucket[:-header_size] if header_size else bucket
+
+
+class HookedExchange(GradientExchange):
+    """The exchange of one DistributedDataParallel module.
+
+    Attributes:
+        registered: whether the module's buckets go through it.
+    """
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__("data_parallel", None, dist.get_world_size(module.process_group))
+        self._module = module
+        self.registered = False
+
+    @property
+    def group(self) -> Any:
+        """The workers of the module, which lets go of them when the job ends."""
+        return self._module.process_group
+
+    def change(self, **fields: Any) -> None:
+        """Sets the given fields and makes sure that the hook is registered."""
+        super().change(**fields)
+        self.name_buckets()
 
     def register(self) -> None:
         """Puts the hook into the module's reducer, which has none."""
@@ -90,90 +171,55 @@ class GradientExchange:
         if not self.registered:
             self.register()
 
-    def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        with named_exchange(" + ".join(self.names) or "data_parallel", bucket.buffer(), f"bucket {bucket.index()}"):
-            return self._sent(bucket)
-
-    def _sent(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self.route is not None:
-            return self.route(bucket)
-        gradients = bucket.buffer()
-        compress = self.wire_dtype is not None and gradients.dtype == torch.float32 and not gradients.is_sparse
-        factor = self.wire_factor() if compress and self.wire_dtype == torch.float16 else 1.0
-        scaled = gradients if factor == 1.0 else gradients.mul_(factor)
-        sent = scaled.to(self.wire_dtype) if compress else gradients
-        if self.average:
-            # Before the sum, not after it: a float16 sum over many workers overflows first.
-            sent = sent.div_(self.divisor)
-        future = self.sum(sent)
-
-        def restore(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            received = done.value()[0]
-            if not compress:
-                return received
-            restored = gradients.copy_(received)
-            return restored if factor == 1.0 else restored.div_(factor)
-
-        return cast("torch.futures.Future[torch.Tensor]", future.then(restore))
-
-    def _all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
-        return cast("torch.futures.Future[list[torch.Tensor]]", work.get_future())
+    def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        with self.named(bucket.buffer(), bucket.index()):
+            if self.route is not None:
+                return self.route(bucket)
+            sent = self.send(bucket.buffer())
+        return cast("torch.futures.Future[Tensor]", sent.future.then(lambda done: sent.received()))
 
 
-def exchange_of(model: nn.Module) -> GradientExchange:
-    """Returns the exchange of the data-parallel module in ``model``, making it at the first call."""
-    module = data_parallel_in(model)
-    if module is None:
-        raise AssertionError("a strategy of the COMM stage was applied to a model without data parallel")
-    exchange = module.__dict__.get("fleet_exchange")
+EXCHANGE = "fleet_exchange"  # under which a module that exchanges keeps how
+
+
+def exchange_of(module: DistributedDataParallel) -> HookedExchange:
+    """Returns the exchange of ``module``, making it at the first call."""
+    exchange = module.__dict__.get(EXCHANGE)
     if exchange is None:
-        exchange = module.__dict__["fleet_exchange"] = GradientExchange(module)
-    return cast(GradientExchange, exchange)
+        exchange = module.__dict__[EXCHANGE] = HookedExchange(module)
+    return cast(HookedExchange, exchange)
+
+
+def exchange_in(model: nn.Module) -> GradientExchange | None:
+    """Returns the exchange of the data-parallel module or pipeline stage that ``model`` is or wraps, or ``None``."""
+    for found in _chain_of(model):
+        if isinstance(found, DistributedDataParallel):
+            return exchange_of(found)
+        if found.__dict__.get(EXCHANGE) is not None:
+            return cast(GradientExchange, found.__dict__[EXCHANGE])
+    return None
 
 
 def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel module that ``model`` is or wraps, or ``None``."""
-    holder = exchanging_in(model)
-    return holder if isinstance(holder, DistributedDataParallel) else None
-
-
-class NarrowExchange(Protocol):
-    """An exchange of a strategy's own, in the place of DistributedDataParallel's, that options may narrow or route.
-
-    Attributes:
-        wire_dtype: as in :class:`GradientExchange`.
-        wire_factor: as there.
-        sum: adds a buffer up over the workers, in place; what it returns is waited for.
-    """
-
-    wire_dtype: torch.dtype | None
-    wire_factor: Callable[[], float]
-    sum: Callable[[torch.Tensor], Any]
-
-
-REDUCER = "fleet_reducer"  # under which a pipeline stage keeps its exchange
-
-
-def reducer_in(model: nn.Module) -> NarrowExchange | None:
-    """Returns the exchange of the pipeline stage that ``model`` is or wraps, or ``None``."""
-    found: nn.Module | None = model
-    while found is not None:
-        reducer: NarrowExchange | None = found.__dict__.get(REDUCER)
-        if reducer is not None:
-            return reducer
-        found = inner_of(found)
-    return None
+    return next((found for found in _chain_of(model) if isinstance(found, DistributedDataParallel)), None)
 
 
 def exchanging_in(model: nn.Module) -> nn.Module | None:
     """Returns the module that ``model`` is or wraps and that exchanges gradients in backward, or ``None``."""
-    found: nn.Module | None = model
-    while found is not None and not isinstance(found, DistributedDataParallel):
-        if isinstance(getattr(type(found), "require_backward_grad_sync", None), property):
+    for found in _chain_of(model):
+        is_divided = isinstance(getattr(type(found), "require_backward_grad_sync", None), property)
+        if is_divided or isinstance(found, DistributedDataParallel):
             return found
+    return None
+
+
+def _chain_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields ``model`` and the modules that it wraps, from the outside."""
+    found: nn.Module | None = model
+    while found is not None:
+        yield found
         found = inner_of(found)
-    return found
 
 
 def inner_of(model: nn.Module) -> nn.Module | None:
@@ -200,7 +246,7 @@ def copied_chain(chain: nn.Module, module: nn.Module, twin: nn.Module, memo: dic
         if passes is not None:
             memo[id(passes)] = None  # a copy gets its own
             counted = counted or bool(passes.gates or passes.starts or passes.checks)
-        exchange = chain.__dict__.get("fleet_exchange")
+        exchange = chain.__dict__.get(EXCHANGE)
         is_plain = inner is module and not counted and (exchange is None or not exchange.registered)
         if is_plain and chain.process_group == dist.group.WORLD:  # one of another group cannot be copied
             return copy.deepcopy(chain, memo), True

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
-from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchanging_in
+from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._shared.casts import nested_tensors
 from fleet.strategies._shared.parts import is_part
 
@@ -73,25 +73,23 @@ class Passes:
     Attributes:
         starts: called when a pass begins, before the first gradient arrives.
         gates: a pass exchanges when one of them returns True, or when there is none.
+        ends: called when a pass has ended.
         checks: called before a pass that exchanges; they may raise.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
         everyone: returns the parameters of all models that may share a graph with this one.
     """
 
-    def __init__(
-        self,
-        reducer: DistributedDataParallel | None,
-        parameters: Iterable[nn.Parameter],
-        divided: object | None = None,
-    ) -> None:
+    def __init__(self, exchanging: nn.Module | None, parameters: Iterable[nn.Parameter]) -> None:
         self.starts: list[Callable[[], None]] = []
         self.gates: list[Callable[[], bool]] = []
+        self.ends: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
         self.parameters = dict.fromkeys(parameters)
         self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
         self.running = False
         self.begun = self.exchanged = 0
-        self._reducer, self._divided = reducer, divided
+        self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
+        self._reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
@@ -104,10 +102,10 @@ class Passes:
             return chain(*args, **kwargs)
         if self.running and torch._C._current_graph_task_id() == -1:
             self.running = False  # a pass that failed has no end
-        reducer = self._reducer
+        exchanging, reducer = self._exchanging, self._reducer
+        made = Forward(exchanges=exchanging is not None and exchanging.require_backward_grad_sync)
         if reducer is None:
-            return self._watched(chain(*args, **kwargs), Forward(exchanges=False))
-        made = Forward(exchanges=reducer.require_backward_grad_sync)
+            return self._watched(chain(*args, **kwargs), made)
         if self.gates:
             reducer.require_backward_grad_sync = False
         try:
@@ -133,7 +131,7 @@ class Passes:
 
     def watch_loss(self, loss: Tensor, exchanges: bool) -> Tensor:
         """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
-        return cast(Tensor, self._watched(loss, Forward(exchanges and self._reducer is not None)))
+        return cast(Tensor, self._watched(loss, Forward(exchanges and self._exchanging is not None)))
 
     def begin(self, made: Forward | None = None) -> None:
         """Begins a pass that fills gradients, unless one is under way; of the latest forward when none is named.
@@ -142,19 +140,16 @@ class Passes:
         """
         if self.running:
             return
-        reducer = self._reducer
-        if reducer is None and self._divided is None and not self.starts:
+        if self._exchanging is None and not self.starts:
             self.begun += 1
             return  # nothing waits for the first gradient of the pass, and nothing for its end
-        made = made or self._latest
+        made, reducer = made or self._latest, self._reducer
         if reducer is not None and reducer._delay_all_reduce_all_params:
             reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
-        if made.exchanges and reducer is not None and (not self.gates or any(gate() for gate in self.gates)):
-            for check in self.checks:
-                check()
-            if not self._prepared:
-                self._prepare(reducer, made)
-            self._prepared = True
+        elif made.exchanges and (not self.gates or any(gate() for gate in self.gates)):
+            self._exchange(made)
+        else:
+            self.tell(exchanges=False)
         self.running = True
         self.begun += 1
         self._places = {}
@@ -162,9 +157,26 @@ class Passes:
         for start in self.starts:
             start()
 
+    def _exchange(self, made: Forward) -> None:
+        """Makes the pass that begins exchange gradients."""
+        for check in self.checks:
+            check()
+        self.tell(exchanges=True)
+        if self._reducer is not None:
+            if not self._prepared:
+                self._prepare(self._reducer, made)
+            self._prepared = True
+
+    def tell(self, *, exchanges: bool) -> None:
+        """Tells a divided model whether this pass exchanges, where more than ``no_sync()`` decides."""
+        if self.gates and self._reducer is None:
+            self._exchanging.set_exchanges(exchanges)
+
     def _end(self) -> None:
         exchanged, self.running, self._prepared = self._prepared, False, False
-        self.exchanged += exchanged or bool(getattr(self._divided, "exchanges", False))
+        self.exchanged += exchanged or bool(getattr(self._exchanging, "exchanges", False))
+        for end in self.ends:
+            end()
         if exchanged and self._reducer is not None and self._reducer.gradient_as_bucket_view:
             # torch's own callback, which ends the exchange, is queued later than this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._note_places)
@@ -224,18 +236,20 @@ def _arrive(passes_ref: weakref.ref[Passes], made: Forward, gradient: Tensor) ->
     fills = passes.fill()
     if fills:
         passes.begin(made)
+    else:
+        passes.tell(exchanges=False)  # the gradients of earlier batches, which may wait in a frozen model, stay there
     if not made.differentiated and (fills or fills_gradients(passes.everyone(), alone=True)):
         made.differentiated = "user"
 
 
 def passes_of(chain: nn.Module) -> Passes:
-    """Returns the passes of ``chain``: one object for each data-parallel module."""
-    reducer = data_parallel_in(chain)
-    if reducer is None:
-        return Passes(None, chain.parameters(), exchanging_in(chain))
-    found = reducer.__dict__.get("fleet_passes")
+    """Returns the passes of ``chain``: one object for each module that exchanges gradients."""
+    exchanging = exchanging_in(chain)
+    if exchanging is None:
+        return Passes(None, chain.parameters())
+    found = exchanging.__dict__.get("fleet_passes")
     if found is None:
-        found = reducer.__dict__["fleet_passes"] = Passes(reducer, reducer.parameters())
+        found = exchanging.__dict__["fleet_passes"] = Passes(exchanging, exchanging.parameters())
     return cast(Passes, found)
 
 

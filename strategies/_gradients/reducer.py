@@ -11,55 +11,47 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._gradients.flat import chunks, copy_back, flattened
+from fleet.strategies._gradients.gradient_exchange import GradientExchange
 
 # Buckets of a chunk that is exchanged while its backward runs: more of them start earlier, and cost messages.
 _OVERLAPPED_BUCKETS = 8
 
 
 class GradientReducer:
-    """Sums gradients over ``group`` and divides them by ``divisor``.
+    """Exchanges the gradients of a stage in flat buckets.
 
     Args:
         parameters: the parameters of this stage by chunk, in the order in which forward uses them.
-        group: the workers that hold the same parameters; ``None`` when there is no other.
-        divisor: what the sum is divided by.
+        exchange: with the workers that hold the same parameters; ``None`` when there is no other.
         bucket_bytes: the size at which a bucket is full.
         last_bucket_bytes: with ``overlaps``, the size of the bucket that is sent last.
         overlaps: exchange a bucket as soon as its gradients are complete, and not after the step.
         finds_unused: accept parameters without a gradient on some workers.
         late: parameters that are exchanged after all others, in buckets of their own: those that stages share.
-
-    Attributes:
-        wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
-        wire_factor: what float16 gradients are multiplied by on the wire.
-        sum: adds a buffer up over the workers, in place; one all_reduce by default.
     """
 
     def __init__(
         self,
         parameters: Sequence[Sequence[nn.Parameter]],
-        group: Any,
+        exchange: GradientExchange | None,
         *,
-        divisor: float = 1,
         bucket_bytes: float = 32 * 2**20,
         last_bucket_bytes: float = 2**20,
         overlaps: bool = False,
         finds_unused: bool = False,
         late: Sequence[Sequence[nn.Parameter]] = (),
     ) -> None:
-        self._by_chunk, self._late = [list(chunk) for chunk in parameters], [list(bucket) for bucket in late]
-        self.group, self.divisor = group, divisor
-        self.overlaps, self._finds_unused = overlaps, finds_unused
-        self._bucket_bytes, self._last_bucket_bytes = bucket_bytes, last_bucket_bytes
-        self.wire_dtype: torch.dtype | None = None
-        self.wire_factor: Callable[[], float] = lambda: 1.0
-        self.sum: Callable[[Tensor], Any] = lambda flat: dist.all_reduce(flat, group=group, async_op=True)
+        self.exchange = exchange
+        self._by_chunk = [list(chunk) for chunk in parameters]
+        self._late = [list(bucket) for bucket in late]
+        self._overlaps = overlaps
+        self._finds_unused = finds_unused
+        self._bucket_bytes = bucket_bytes
+        self._last_bucket_bytes = last_bucket_bytes
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._started: list[_Sent] = []
         self._buckets: list[_Bucket] = []
@@ -92,14 +84,14 @@ class GradientReducer:
 
     def _planned(self, parameters: list[Any]) -> list[list[Any]]:
         """Returns the buckets of a chunk, whose gradients become complete in the order of ``parameters``."""
-        if not self.overlaps or not parameters:
+        if not self._overlaps or not parameters:
             return list(chunks(parameters, self._bucket_bytes))
         return overlapped_buckets(parameters, self._bucket_bytes, self._last_bucket_bytes)
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
         """While the context is open, gradients of ``chunk`` become complete."""
-        if self.group is None or not self.overlaps:
+        if self.exchange is None or not self._overlaps:
             yield
             return
         handles = [
@@ -120,12 +112,12 @@ class GradientReducer:
         ``sum_ties`` adds up the gradients of parameters that stages share; they are exchanged after it. ``names`` is
         for messages. Raises ConfigError when a parameter has no gradient and the options do not allow it.
         """
-        if self.group is not None:
+        if self.exchange is not None:
             self._check_used([p for bucket in self._buckets for p in bucket.parameters], names)
             while self._next < len(self._buckets):
                 self._start_next()
         sum_ties()
-        if self.group is not None:
+        if self.exchange is not None:
             for tensors in self._late:
                 trained = [p for p in tensors if p.requires_grad]
                 self._check_used(trained, names)
@@ -150,8 +142,8 @@ class GradientReducer:
         self._start(self._buckets[self._next - 1])
 
     def _start(self, bucket: _Bucket) -> None:
-        if bucket.parameters:
-            self._started.append(_Sent(bucket.parameters, self))
+        if bucket.parameters and self.exchange is not None:
+            self._started.append(_Sent(bucket.parameters, self.exchange, len(self._started), self._finds_unused))
 
     def _check_used(self, parameters: Sequence[Any], names: Callable[[], dict[Any, str]]) -> None:
         unused = [] if self._finds_unused else [p for p in parameters if p.grad is None]
@@ -161,16 +153,6 @@ class GradientReducer:
                 "exchanged with other workers. Set strategy.find_unused_parameters = True, or let every parameter take "
                 "part, or set requires_grad to False on those that do not."
             )
-
-    @property
-    def num_started(self) -> int:
-        """How many buckets of this step are on their way."""
-        return len(self._started)
-
-    @property
-    def finds_unused(self) -> bool:
-        """Whether parameters may be without a gradient."""
-        return self._finds_unused
 
 
 def overlapped_buckets(tensors: Sequence[Tensor], full_bytes: float, last_bytes: float) -> list[list[Tensor]]:
@@ -202,39 +184,30 @@ class _Bucket:
 
 
 class _Sent:
-    """A bucket on the wire."""
+    """Gradients on the wire; with ``finds_unused``, the header of their bucket says who has one for each parameter."""
 
     @torch.no_grad()
-    def __init__(self, parameters: Sequence[nn.Parameter], reducer: GradientReducer) -> None:
-        self._parameters, self._reducer = parameters, reducer
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], exchange: GradientExchange, number: int, finds_unused: bool
+    ) -> None:
+        self._parameters = parameters
         self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        self._used = self._works = None
-        if reducer.finds_unused:
-            # On the host: a worker whose parameters are all unused must not look at the device twice.
-            self._used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32).to(
-                self._gradients[0].device
-            )
-        flat = flattened(self._gradients)
-        narrow = reducer.wire_dtype if flat.dtype == torch.float32 else None
-        self._factor = reducer.wire_factor() if narrow == torch.float16 else 1.0
-        self._flat = flat if narrow is None else (flat if self._factor == 1.0 else flat.mul_(self._factor)).to(narrow)
-        # Before the sum, as DistributedDataParallel does: a float16 sum over many workers overflows first.
-        self._flat.div_(reducer.divisor)
-        with named_exchange("pipeline", self._flat, f"bucket {reducer.num_started}"):
-            self._work = reducer.sum(self._flat)
-        if self._used is not None:
-            self._works = dist.all_reduce(self._used, group=reducer.group, async_op=True)
+        first = self._gradients[0]
+        # Made on the host: a worker whose parameters are all unused must not look at the device twice.
+        flags = [p.grad is not None for p in parameters] if finds_unused else []
+        header = [torch.tensor(flags, dtype=first.dtype).to(first.device)] if flags else []
+        flat = flattened([*self._gradients, *header])
+        with exchange.named(flat, number):
+            self._sent = exchange.send(flat, header_size=len(flags))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits, and puts the gradients into place."""
-        self._work.wait()
-        flat = self._flat if self._factor == 1.0 else self._flat.float().div_(self._factor)
-        copy_back(flat, self._gradients)
-        used = [1] * len(self._parameters)
-        if self._works is not None and self._used is not None:
-            self._works.wait()
-            used = self._used.tolist()
+        self._sent.future.wait()
+        size = sum(gradient.numel() for gradient in self._gradients)
+        bucket = self._sent.received()
+        used = bucket[size:].tolist() or [1] * len(self._parameters)
+        copy_back(bucket[:size], self._gradients)
         for parameter, gradient, count in zip(self._parameters, self._gradients, used, strict=True):
             if count and parameter.grad is None:
                 parameter.grad = gradient

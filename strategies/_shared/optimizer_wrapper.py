@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 
 class OptimizerWrapper(Optimizer):
@@ -189,27 +187,6 @@ def shared_by_two(option: str) -> str:
         "step() was called on an optimizer whose parameters distributed_optimizer() was given again later, in another "
         f"optimizer. {option} keeps what it needs of a parameter for one of them: step the later one, or put all "
         "parameters into one optimizer."
-    )
-
-
-def gradients_left(parameters: Iterable[Tensor]) -> dict[Tensor, TensorWeakRef]:
-    """Returns the gradients that ``parameters`` have now, held weakly."""
-    return {p: TensorWeakRef(p.grad) for p in parameters if p.grad is not None}
-
-
-def came_since(parameters: Iterable[Tensor], left: Mapping[Tensor, TensorWeakRef]) -> Iterator[Tensor]:
-    """Yields those of ``parameters`` whose gradient is not one of ``left``."""
-    for p in parameters:
-        if p.grad is not None and not (p in left and left[p]() is p.grad):
-            yield p
-
-
-def written_too_early(option: str) -> str:
-    """Returns why gradients that the user wrote cannot be merged in a batch that completes no update."""
-    return (
-        "step() found a gradient that was written after backward(), in a batch that completes no update: what this "
-        f"batch adds is set aside at the end of backward() ({option}). Change gradients in the batch that completes an "
-        "update, where .grad holds the merged ones, or change the loss."
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
-from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of, reducer_in
+from fleet.strategies._gradients.gradient_exchange import exchange_in
 from fleet.strategies._shared.casts import narrow_type
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies.amp.amp_model import AmpModel, guard
@@ -206,10 +206,9 @@ class Amp(Strategy):
             own = None
         if self._signal is not None:
             self._signal.watch(root.parameters())
-            if data_parallel_in(model) is not None:
-                exchange_of(model).wire_factor = lambda: self.scale.factor
-            elif (reducer := reducer_in(model)) is not None:
-                reducer.wire_factor = lambda: self.scale.factor
+            exchange = exchange_in(model)
+            if exchange is not None:
+                exchange.wire_factor = lambda: self.scale.factor
         return AmpModel(
             model, root, own, self.region, self.scale, self._signal,
             pure=self.config.is_pure, guarded=guarded,

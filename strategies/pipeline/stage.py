@@ -13,7 +13,7 @@ from torch import nn
 from fleet.env import Environment
 from fleet.job.axes import COPY_AXES, Axes
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
-from fleet.strategies._gradients.gradient_exchange import REDUCER
+from fleet.strategies._gradients.gradient_exchange import EXCHANGE, GradientExchange
 from fleet.strategies._gradients.reducer import GradientReducer
 from fleet.strategies._shared.experts import expert_names, is_expert
 from fleet.strategies.pipeline.descriptions import StagedLayers
@@ -98,10 +98,11 @@ def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config
     ties.make_equal()
     fuses = options["fuse_all_reduce_ops"]
     averages = options["gradient_scale_configs"].scale_strategy == "avg"
+    divisor = axes.data_replicas if averages else 1
+    exchange = None if copies is None else GradientExchange("pipeline", copies, divisor)
     reducer = GradientReducer(
         [_parameters(layers.modules_of(chunk)) for chunk in range(layers.num_chunks)],
-        copies,
-        divisor=axes.data_replicas if averages else 1,
+        exchange,
         bucket_bytes=options["fuse_grad_size_in_MB"] * 2**20 if fuses else 1,
         last_bucket_bytes=options["last_comm_group_size_MB"] * 2**20 if fuses else 1,
         overlaps=settings.dp_comm_overlap or settings.sharding_comm_overlap,
@@ -112,7 +113,7 @@ def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config
         layers, place, axes, session.device, ties, reducer,
         sends_headers=settings.enable_dynamic_shape or not config.p2p_cache_shape, pp_configs=settings,
     )  # fmt: skip
-    layers.__dict__.update({_STAGE: stage, REDUCER: reducer})
+    layers.__dict__.update({_STAGE: stage, EXCHANGE: exchange})
     return stage
 
 

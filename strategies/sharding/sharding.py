@@ -15,10 +15,10 @@ from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
-from fleet.strategies._gradients.exchange_batches import Batches, CountingOptimizer, ModelBatches
-from fleet.strategies._gradients.gradient_exchange import data_parallel_in
-from fleet.strategies._gradients.merging import MergingOptimizer, Window, merge_passes
+from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, Accumulator, InModel, accumulate
+from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._gradients.passes import Passes, passes_of
+from fleet.strategies._gradients.set_aside import SetAside
 from fleet.strategies._shared.mesh import copies_mesh, plan_axes
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 from fleet.strategies.sharding.part_optimizer import ShardedOptimizer, check_any_stage, check_divided
@@ -213,9 +213,7 @@ class Sharding(Strategy):
         self.zero_stage = stage_of(session.options)
         self._per_update: int = config.gradient_merge_acc_step
         self._per_exchange: int = hybrid.accumulate_steps
-        self._batches: list[Batches] = []
-        self._counted: list[ModelBatches] = []
-        self._windows: list[Window] = []
+        self._accumulators: list[Accumulator] = []
         self._models: list[Passes] = []
         self._buffer_bytes = min(config.segment_broadcast_MB, hybrid.comm_buffer_size_MB) * _MIB
         self._sum_first = not hybrid.use_reduce_avg
@@ -256,13 +254,13 @@ class Sharding(Strategy):
             check_any_stage(optimizer)
         if not self._alone and self.zero_stage > 1:
             check_divided(optimizer)
-            for batches in self._batches:
-                batches.check_give([p for group in optimizer.param_groups for p in group["params"]])
+            for accumulator in self._accumulators:
+                accumulator.check_give([p for group in optimizer.param_groups for p in group["params"]])
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns the module to call: in stages 2 and 3 a divided one, whose new parameters the optimizers follow."""
-        for window in self._windows:
-            window.follow()
+        for accumulator in self._accumulators:
+            accumulator.follow()
         if self._alone:
             return model
         if self.zero_stage == 1:
@@ -300,27 +298,29 @@ class Sharding(Strategy):
         """Returns an optimizer that updates once for several batches, where the options ask for it."""
         if not self._counts:
             return optimizer
+        everyone, made = self._accumulators, {"per_update": self._per_update, "per_exchange": self._per_exchange}
+        accumulator: Accumulator
         if self._per_update > 1 and (self._alone or self.zero_stage == 1):
-            self._windows.append(Window(self._per_update, True, self._models, self._windows))
-            return MergingOptimizer(optimizer, self._windows[-1], self.session.global_rank, self.name)
-        if self._alone:
+            accumulator = SetAside(
+                self.name, everyone, per_update=self._per_update, models=self._models,
+                global_rank=self.session.global_rank,
+            )  # fmt: skip
+        elif self._alone:
             return optimizer  # gradients of several backward passes add up by themselves
-        for batches in self._batches:
-            batches.give([p for group in optimizer.param_groups for p in group["params"]])
-        self._batches.append(Batches(self._per_update, self._per_exchange))
-        return CountingOptimizer(optimizer, self._batches[-1], in_model=self.zero_stage > 1)
+        else:
+            accumulator = (InModel if self.zero_stage > 1 else Accumulator)(self.name, everyone, **made)
+        everyone.append(accumulator)
+        return AccumulatingOptimizer(optimizer, accumulator)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
         """Drops what the present batch has added up; raises ConfigError where it cannot be dropped."""
-        for window in self._windows:
-            window.note_clear(parameters)
-        for counted in self._counted if self.zero_stage > 1 else ():
-            counted.check_clear(parameters)
+        for accumulator in self._accumulators:
+            accumulator.note_clear(parameters)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Merges unfrozen parameters too; raises ConfigError when parameters were added to a divided model."""
-        for window in self._windows:
-            window.note_parameters()
+        for accumulator in self._accumulators:
+            accumulator.note_parameters()
         if added and self.zero_stage > 1 and not self._alone:
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and sharding stage "
@@ -330,7 +330,7 @@ class Sharding(Strategy):
 
     def close(self) -> None:
         """Releases the models and the optimizers."""
-        self._counted, self._models = [], []
+        self._models = []
         self._divided, self._optimizers, self._replaced = [], [], {}
 
     def _units(self, model: nn.Module) -> list[str]:
@@ -357,25 +357,9 @@ class Sharding(Strategy):
 
     def _count_batches(self, model: nn.Module) -> None:
         """Lets ``model`` exchange gradients only in the backward pass that completes an update."""
-        if not self._counts:
-            return
-        if self.zero_stage == 1 and data_parallel_in(model) is None:
-            return  # nothing in it is trained
-        if self.zero_stage == 1 and self._per_update > 1:
+        if self._counts and exchanging_in(model) is not None:  # otherwise nothing in it is trained
             self._models.append(passes_of(model))
-            merge_passes(self._models[-1], self._windows)
-            return
-        divided = cast("DividedModule", model) if self.zero_stage > 1 else None
-        counted = ModelBatches(model, self._batches, divided.set_exchanges if divided else None)
-        if divided is None:
-            passes_of(model).gates.append(counted.exchanges)
-
-        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-            counted.watch(output, held=divided is not None and divided.held)
-
-        compiled = self.session.options["to_static"]
-        model.register_forward_hook(torch.compiler.disable(after_forward) if compiled else after_forward)
-        self._counted.append(counted)
+            accumulate(self._models[-1], self._accumulators)
 
     def _reshard(self) -> None:
         for divided in self._divided:

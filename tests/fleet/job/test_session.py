@@ -44,7 +44,7 @@ def test_optimizer_strategies_nest_in_plan_order() -> None:
     while isinstance(chain, OptimizerWrapper):
         kinds.append(type(chain).__name__)
         chain = chain.optimizer
-    assert kinds == ["FleetOptimizer", "MergingOptimizer", "LarsMomentum"]
+    assert kinds == ["FleetOptimizer", "AccumulatingOptimizer", "LarsMomentum"]
     assert chain is wrapped.user_optimizer
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fleet
+from fleet.strategies._gradients.gradient_exchange import GradientExchange
 from fleet.strategies._gradients.reducer import GradientReducer, overlapped_buckets
 from fleet.strategies.pipeline.stage import stage_of
 from tests.helpers.workers import run_workers
@@ -22,7 +23,8 @@ def exchanges(rank: int, world_size: int) -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     x = torch.full((3, 2), 1.0 + rank)
     for overlaps in (False, True):
-        reducer = GradientReducer([list(layers.parameters())], group, divisor=2, bucket_bytes=30, overlaps=overlaps)
+        exchange = GradientExchange("pipeline", group, divisor=2)
+        reducer = GradientReducer([list(layers.parameters())], exchange, bucket_bytes=30, overlaps=overlaps)
         reducer.begin()
         layers(x).sum().backward()  # a micro-batch before the last
         with reducer.last_backward(0):
@@ -43,9 +45,9 @@ def exchanges(rank: int, world_size: int) -> None:
 
 
 def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
-    group = dist.group.WORLD
+    exchange = GradientExchange("pipeline", dist.group.WORLD, divisor=1)
     # Gradients of an earlier step stay as they were and are added once.
-    reducer = GradientReducer([list(layers.parameters())], group, divisor=1)
+    reducer = GradientReducer([list(layers.parameters())], exchange)
     weight = layers[0].weight
     weight.grad = torch.ones_like(weight)
     reducer.begin()
@@ -58,11 +60,11 @@ def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
     # The same parameter without a gradient on every worker: refused by name, or left alone.
     for p in layers.parameters():
         p.grad = None
-    strict = GradientReducer([list(layers.parameters())], group)
+    strict = GradientReducer([list(layers.parameters())], exchange)
     strict.begin()
     with pytest.raises(ValueError, match=r"'bias' took no part.*find_unused_parameters"):
         strict.finish(nothing, lambda: {p: "bias" for p in layers.parameters()})
-    loose = GradientReducer([list(layers.parameters())], group, finds_unused=True)
+    loose = GradientReducer([list(layers.parameters())], exchange, finds_unused=True)
     loose.begin()
     if rank == 1:
         weight.grad = torch.ones_like(weight)
@@ -72,13 +74,26 @@ def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
 
     # Float16 on the wire loses small values unless a factor lifts them.
     for factor, kept in ((1.0, False), (4096.0, True)):
-        narrow = GradientReducer([[weight]], group, divisor=1)
-        narrow.wire_dtype, narrow.wire_factor = torch.float16, lambda factor=factor: factor
+        exchange.wire_dtype, exchange.wire_factor = torch.float16, lambda factor=factor: factor
+        narrow = GradientReducer([[weight]], exchange, finds_unused=True)
         weight.grad = None
         narrow.begin()
         weight.grad = torch.full_like(weight, 1e-8)
         narrow.finish(nothing, dict)
         assert bool((weight.grad > 0).all()) is kept
+
+    # The header says who has a gradient in any type of the wire, whatever the divisor and the factor are.
+    for dtype in (torch.float16, torch.bfloat16):
+        exchange.wire_dtype, exchange.divisor = dtype, 1e6
+        exchange.wire_factor = lambda: 1e-8
+        for p in layers.parameters():
+            p.grad = None
+        flagged = GradientReducer([list(layers.parameters())], exchange, finds_unused=True)
+        flagged.begin()
+        if rank == 1:
+            weight.grad = torch.zeros_like(weight)
+        flagged.finish(nothing, dict)
+        assert [p.grad is not None for p in layers.parameters()] == [True, *[False] * 5]
 
 
 def test_gradients_are_exchanged_once() -> None:

@@ -1,4 +1,4 @@
-"""Window and MergingOptimizer: what gradient_merge and stage 1 of sharding count by."""
+"""SetAside: what gradient_merge and stage 1 of sharding add gradients up in."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from fleet.errors import CheckpointError
-from fleet.strategies._gradients.merging import MergingOptimizer, Window
+from fleet.strategies._gradients.accumulator import AccumulatingOptimizer
+from fleet.strategies._gradients.set_aside import SetAside
 
 
-def made(k_steps: int, global_rank: int = 0) -> tuple[torch.Tensor, MergingOptimizer]:
+def made(k_steps: int, global_rank: int = 0) -> tuple[torch.Tensor, AccumulatingOptimizer]:
     """Returns a parameter and an optimizer of rate 1 that merges."""
     parameter = torch.zeros(1, requires_grad=True)
-    window = Window(k_steps, average=True)
-    return parameter, MergingOptimizer(torch.optim.SGD([parameter], lr=1.0), window, global_rank, "sharding")
+    window = SetAside("sharding", per_update=k_steps, global_rank=global_rank)
+    return parameter, AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0), window)
 
 
-def step(parameter: torch.Tensor, optimizer: MergingOptimizer, gradient: float) -> None:
+def step(parameter: torch.Tensor, optimizer: AccumulatingOptimizer, gradient: float) -> None:
     """Runs one batch with a given gradient."""
     (parameter * gradient).sum().backward()
     optimizer.step()
@@ -99,7 +100,8 @@ def test_windows_of_two_optimizers_are_two() -> None:
 def test_a_parameter_that_is_thawed_is_merged() -> None:
     """Issue 9, 1.7: from the step or clear after that."""
     parameter, frozen = torch.zeros(1, requires_grad=True), torch.zeros(1)
-    optimizer = MergingOptimizer(torch.optim.SGD([parameter, frozen], lr=1.0), Window(2, average=True), 0, "sharding")
+    window = SetAside("sharding", per_update=2)
+    optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter, frozen], lr=1.0), window)
     frozen.requires_grad_()
     optimizer.zero_grad()
     for batch in (1.0, 2.0):

@@ -7,20 +7,42 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._gradients.exchange_batches import Batches, CountingOptimizer, ModelBatches
+from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, InModel, accumulate
+from fleet.strategies._gradients.passes import passes_of
 
 
-def counted(model: nn.Module, per_update: int = 1, per_exchange: int = 1) -> tuple[Batches, CountingOptimizer]:
+class Divided(nn.Module):
+    """Stands for a divided model: records what it is told about exchanges."""
+
+    def __init__(self, module: nn.Module, known: list[InModel], said: list[bool]) -> None:
+        super().__init__()
+        self.module = module
+        self.said = said
+        self.held = False
+        accumulate(passes_of(self), known)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return not self.held
+
+    def set_exchanges(self, exchanges: bool) -> None:
+        self.said.append(exchanges)
+
+    def forward(self, outputs: int) -> dict[str, list[torch.Tensor]]:
+        return {"all": [self.module(torch.ones(1, 1)) for _ in range(outputs)]}
+
+
+def counted(model: nn.Module, per_update: int = 1, per_exchange: int = 1) -> tuple[InModel, AccumulatingOptimizer]:
     """Returns an optimizer of rate 1 for ``model``, and what it counts."""
-    batches = Batches(per_update, per_exchange)
-    return batches, CountingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), batches, in_model=True)
+    accumulator = InModel("sharding", per_update=per_update, per_exchange=per_exchange)
+    return accumulator, AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), accumulator)
 
 
-def backward(model: nn.Module, counts: ModelBatches, outputs: int = 1, *, held: bool = False) -> None:
-    """Runs one backward pass through a number of outputs."""
-    made = [model(torch.ones(1, 1)) for _ in range(outputs)]
-    counts.watch({"all": made}, held=held)
-    torch.stack(made).sum().backward()
+def forward(model: Divided, outputs: int = 1, *, held: bool = False) -> torch.Tensor:
+    """Returns the sum of a number of outputs of ``model``."""
+    model.held = held
+    made = passes_of(model).forward(model, (outputs,), {})
+    return torch.stack(made["all"]).sum()
 
 
 def test_counting() -> None:
@@ -28,14 +50,14 @@ def test_counting() -> None:
     model = nn.Linear(1, 1)
     batches, optimizer = counted(model, per_exchange=2)
     said: list[bool] = []
-    counts = ModelBatches(model, [batches], said.append)
-    backward(model, counts, outputs=3)
-    assert batches.backwards == 1
+    divided = Divided(model, [batches], said)
+    forward(divided, outputs=3).backward()
+    assert batches.passes == 1
     assert "1 batches wait" in str(optimizer.saving_note())
     for call in (optimizer.step, optimizer.zero_grad):
         with pytest.raises(ConfigError, match="accumulate_steps"):
             call()
-    backward(model, counts)
+    forward(divided).backward()
     assert said == [False, True]
     optimizer.step()
     assert optimizer.saving_note() is None
@@ -64,16 +86,14 @@ def test_the_exchange_is_decided_when_backward_begins() -> None:
     model = nn.Linear(1, 1)
     batches, optimizer = counted(model, per_update=2)
     said: list[bool] = []
-    counts = ModelBatches(model, [batches], said.append)
-    first, second = model(torch.ones(1, 1)), model(torch.ones(1, 1))
+    divided = Divided(model, [batches], said)
+    first, second = forward(divided), forward(divided)
     for output in (first, second):
-        counts.watch(output)
-    for output in (first, second):
-        output.sum().backward()
+        output.backward()
         optimizer.step()
     assert said == [False, True]
-    batches.done = 1
-    backward(model, counts, held=True)
+    batches.steps = 1
+    forward(divided, held=True).backward()
     assert said[2:] == [False]
 
 
@@ -83,30 +103,30 @@ def test_each_optimizer_counts_for_itself() -> None:
     made = [counted(model, per_update=2) for model in models]
     known = [batches for batches, _ in made]
     said: list[bool] = []
-    counts = [ModelBatches(model, known, said.append) for model in models]
+    divided = [Divided(model, known, said) for model in models]
     for _ in range(2):
-        for model, own, (_, optimizer) in zip(models, counts, made, strict=True):
-            backward(model, own)
+        for model, (_, optimizer) in zip(divided, made, strict=True):
+            forward(model).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert said == [False, False, True, True]
-    both = nn.ModuleList(models)
-    known[0].done = 1
+    both = Divided(nn.Sequential(*models), known, said)
+    known[0].steps = 1
     with pytest.raises(ConfigError, match="Step both"):
-        ModelBatches(both, known, said.append).exchanges()
+        forward(both).backward()
 
 
 def test_gradients_inside_the_model_cannot_be_dropped() -> None:
     """Issue 9, 1.2: a batch that is dropped between backward() and step() is refused; before and after it is not."""
     model = nn.Linear(1, 1)
     batches, optimizer = counted(model, per_update=2)
-    counts = ModelBatches(model, [batches], lambda exchanges: None)
+    divided = Divided(model, [batches], [])
     optimizer.zero_grad()
-    backward(model, counts)
+    forward(divided).backward()
     with pytest.raises(ConfigError, match="between backward"):
         optimizer.zero_grad()
     with pytest.raises(ConfigError, match="between backward"):
-        counts.check_clear(list(model.parameters()))
-    counts.check_clear([torch.ones(1)])
+        batches.note_clear(list(model.parameters()))
+    batches.note_clear([torch.ones(1)])
     optimizer.step()
     optimizer.zero_grad()
