@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fleet.checkpoint.data_files import FileBlock, in_file_order
 from fleet.checkpoint.index import DTYPES, Piece
+from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError, did_you_mean
 
@@ -232,3 +234,11 @@ def whole_blocks(tensors: Mapping[str, Described]) -> list[FileBlock]:
 def slices_of(piece: Piece) -> tuple[slice, ...]:
     """Returns where ``piece`` lies in its tensor."""
     return tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+
+
+def read_small(path: Path) -> bytes:
+    """Returns the bytes of a file. Raises CheckpointError with the reason where it cannot be read."""
+    try:
+        return LocalFolder(path.parent).get(path.name)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error

@@ -190,15 +190,10 @@ def _paddle_role(name: str, own_name: str) -> str:
     return running.get(place, "weight")
 
 
-def torch_name(name: str) -> str:
-    """Returns torch's name of what Paddle's dynamic layers call ``name``."""
+def torch_name(name: str, renamed: Mapping[str, str] = _BACK) -> str:
+    """Returns torch's name of what Paddle's dynamic layers call ``name``; with other ``renamed``, the reverse."""
     prefix, dot, last = name.rpartition(".")
-    return f"{prefix}{dot}{_BACK.get(last, last)}"
-
-
-def _paddle_name(name: str) -> str:
-    prefix, dot, last = name.rpartition(".")
-    return f"{prefix}{dot}{_RENAMED.get(last, last)}"
+    return f"{prefix}{dot}{renamed.get(last, last)}"
 
 
 def propose_map(model: nn.Module, arrays: PaddleState | Mapping[str, Tensor]) -> NameMap:
@@ -223,7 +218,7 @@ def propose_map(model: nn.Module, arrays: PaddleState | Mapping[str, Tensor]) ->
     entries = entries_of(model)
     own = arrays.parameter_names if isinstance(arrays, PaddleState) else {}
     shapes = {name: tuple(value.shape) for name, value in arrays.items() if isinstance(value, Tensor)}
-    by_name = {name: _paddle_name(name) for name in entries}
+    by_name = {name: torch_name(name, _RENAMED) for name in entries}
     firsts = _first_names(arrays, own)
     if entries and all(theirs in shapes for theirs in by_name.values()):
         check_shapes(entries, by_name, shapes)

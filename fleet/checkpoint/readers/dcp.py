@@ -20,10 +20,9 @@ from torch import Tensor
 from fleet.checkpoint.conversion.formats import Asked, Format
 from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.conversion.whole_state import TORCH_DTYPES, WholeState, slices_of
+from fleet.checkpoint.conversion.whole_state import TORCH_DTYPES, WholeState, read_small, slices_of
 from fleet.checkpoint.index import Index, Piece, TensorEntry
 from fleet.checkpoint.readers.torch_file import load_plain
-from fleet.checkpoint.storage import LocalFolder
 from fleet.errors import CheckpointError
 
 FORMAT = Format(
@@ -75,30 +74,22 @@ def recognises(path: str) -> bool:
     return Path(path, METADATA).is_file()
 
 
-def open_state(path: str, asked: Asked) -> WholeState:
-    """Returns the state in the folder ``path``."""
-    return dcp_state(Path(path), asked.key, asked.in_order)
-
-
-def dcp_state(path: Path, key: str | None = None, in_order: bool = False) -> WholeState:
+def open_state(path: str | Path, asked: Asked) -> WholeState:
     """Returns the state in the folder of a ``torch.distributed.checkpoint``.
 
     Args:
         path: the folder.
-        key, in_order: those of :func:`state_of_tree`.
+        asked: the choices of the user; ``names`` are not for this format.
 
     Raises:
         CheckpointError: the metadata has anything that the format does not have, of which nothing is run; or a file is
             missing or damaged.
     """
-    label = f"{path / METADATA}"
+    folder = Path(path)
+    label = f"{folder / METADATA}"
+    found = read_pickle(read_small(folder / METADATA), _KNOWN, label)
     try:
-        data = LocalFolder(path).get(METADATA)
-    except OSError as error:
-        raise CheckpointError(f"{label}: {error.strerror or error}.") from error
-    found = read_pickle(data, _KNOWN, label)
-    try:
-        described = _Metadata(found, path)
+        described = _Metadata(found, folder)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{label} is no metadata of this format ({type(error).__name__}: {error}).") from error
     placeholders = {
@@ -112,7 +103,9 @@ def dcp_state(path: Path, key: str | None = None, in_order: bool = False) -> Who
     def read(tensor: Tensor) -> Tensor:  # the state keeps the placeholders, so an id is that of one tensor
         return described.read(names[id(tensor)]) if id(tensor) in names else tensor
 
-    return state_of_tree(tree, f"{path}", "a checkpoint of torch.distributed.checkpoint", key, in_order, read)
+    return state_of_tree(
+        tree, f"{path}", "a checkpoint of torch.distributed.checkpoint", asked.key, asked.in_order, read
+    )
 
 
 class _Metadata:

@@ -22,6 +22,7 @@ from fleet.checkpoint.conversion.whole_state import (
     as_bytes,
     from_bytes,
     key_of,
+    read_small,
     whole_blocks,
 )
 from fleet.checkpoint.data_files import MappedFile, read_header, write_file
@@ -59,11 +60,6 @@ def _is_safetensors(path: Path) -> bool:
     return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[4:8] == bytes(4))
 
 
-def open_state(path: str, asked: Asked) -> WholeState:
-    """Returns the state in ``path``, one entry."""
-    return hugging_face_state(Path(path), asked.key)
-
-
 class _Shard:
     """One safetensors file, mapped; its header was checked."""
 
@@ -97,16 +93,17 @@ def _described(name: str, entry: Mapping[str, Any], label: str) -> Described:
     return Described(_CODES[dtype], tuple(shape))
 
 
-def hugging_face_state(path: Path, key: str | None = None) -> WholeState:
+def open_state(path: str | Path, asked: Asked) -> WholeState:
     """Returns the state in a safetensors file, an index of several, or a folder with either.
 
     Args:
         path: the file, the index or the folder.
-        key: the entry that its tensors become; ``None`` for the usual one.
+        asked: the choices of the user: ``key`` names the entry that its tensors become.
 
     Raises:
         CheckpointError: a file is missing or damaged, or two files have a tensor of one name.
     """
+    path = Path(path)
     if path.is_dir():
         path = path / WEIGHTS_INDEX if (path / WEIGHTS_INDEX).exists() else single_file(path)
     placed = _weight_map(path) if path.suffix == ".json" else None
@@ -129,7 +126,7 @@ def hugging_face_state(path: Path, key: str | None = None) -> WholeState:
     notes = [f"left out: the text {name!r} of the metadata" for name in metadata if name not in aliases]
     if unnamed:
         notes.append(f"left out: {len(unnamed)} tensors that the index places elsewhere or not at all: {unnamed[:3]!r}")
-    first = key or DEFAULT_KEY
+    first = asked.key or DEFAULT_KEY
     return WholeState(
         f"{path}", "safetensors" if placed is None else f"safetensors, {len(shards)} files",
         {f"{first}/{name}": shard.tensors[name] for name, shard in where.items()},
@@ -152,10 +149,8 @@ def single_file(folder: Path) -> Path:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(LocalFolder(path.parent).get(path.name))["weight_map"]
+        found = json.loads(read_small(path))["weight_map"]
         wrong = [file for file in found.values() if not isinstance(file, str) or Path(file).name != file or not file]
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: it has no weight_map.") from error
     if wrong:

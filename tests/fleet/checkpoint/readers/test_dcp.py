@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fleet.checkpoint.conversion.formats import Asked
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.readers.dcp import METADATA, dcp_state
+from fleet.checkpoint.readers.dcp import METADATA, open_state
 from fleet.checkpoint.readers.dcp import write_state as write_dcp
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable, many_entries, many_tensors
@@ -42,10 +43,10 @@ def changed(folder: Path, found: Metadata) -> Path:
 
 @pytest.mark.parametrize("tree", [many_tensors(), many_entries()], ids=["state_dict", "entries"])
 def test_a_checkpoint_comes_back_bit_for_bit(tree: Any, tmp_path: Path) -> None:
-    state = dcp_state(save(tree, tmp_path / "a"))
+    state = open_state(save(tree, tmp_path / "a"), Asked())
     assert comparable(tree_of_state(state)) == comparable(tree)
     write_dcp(state, tmp_path / "b")
-    assert comparable(tree_of_state(dcp_state(tmp_path / "b"))) == comparable(tree)
+    assert comparable(tree_of_state(open_state(tmp_path / "b", Asked()))) == comparable(tree)
 
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def save_sharded(rank: int, world_size: int, folder: str) -> None:
 
 def test_tensors_of_several_workers_become_whole(tmp_path: Path) -> None:
     run_workers(save_sharded, 2, str(tmp_path / "a"))
-    found = tree_of_state(dcp_state(tmp_path / "a"))
+    found = tree_of_state(open_state(tmp_path / "a", Asked()))
     expected = {"model": {"rows": torch.arange(15.0).view(5, 3), "columns": torch.arange(14).view(2, 7)}, "n": 3}
     assert comparable(found) == comparable(expected)
     assert len(list((tmp_path / "a").glob("*.distcp"))) == 2
@@ -89,7 +90,7 @@ def test_optimizers_by_name_keep_their_names(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     named, states = get_state_dict(model, optimizer)
-    state = dcp_state(save({"model": named, "optimizer": states}, tmp_path / "a"))
+    state = open_state(save({"model": named, "optimizer": states}, tmp_path / "a"), Asked())
     assert (state.groups("optimizer") or [])[0]["params"] == ["1.bias", "1.weight", "0.bias", "0.weight"]
     assert comparable(state.read("optimizer/0.weight/exp_avg")) == comparable(states["state"]["0.weight"]["exp_avg"])
 
@@ -98,7 +99,7 @@ def test_what_the_format_cannot_say_is_noted(tmp_path: Path) -> None:
     state = state_of_tree({"model": {"w": torch.ones(1)}, "milestones": {"at": {3: 1}}}, "x", "a tree", None)
     write_dcp(state, tmp_path / "a")
     assert state.notes == ["torch.distributed.checkpoint makes texts of keys that are none: ['milestones']['at'][3]"]
-    assert tree_of_state(dcp_state(tmp_path / "a"))["milestones"] == {"at": {"3": 1}}
+    assert tree_of_state(open_state(tmp_path / "a", Asked()))["milestones"] == {"at": {"3": 1}}
     clash = state_of_tree({"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}}, "x", "a tree", None)
     with pytest.raises(CheckpointError, match=r"duplicated flatten key a\.b\.c"):
         write_dcp(clash, tmp_path / "b")
@@ -131,14 +132,14 @@ def test_metadata_that_would_run_code_is_refused(place: str, tmp_path: Path) -> 
     with pytest.raises(
         CheckpointError, match=r"\.metadata is a pickle with the name \w+\.system.*Nothing of it was run"
     ):
-        dcp_state(folder)
+        open_state(folder, Asked())
     assert not marker.exists()
 
 
 def test_payloads_that_would_run_code_are_refused(tmp_path: Path) -> None:
     folder = save({"w": torch.ones(2), "x": Runs(tmp_path / "marker")}, tmp_path / "a")
     with pytest.raises(CheckpointError, match="'x' cannot be read without running code"):
-        dcp_state(folder)
+        open_state(folder, Asked())
     assert not (tmp_path / "marker").exists()
 
 
@@ -175,7 +176,7 @@ def test_metadata_that_contradicts_itself_is_refused(change: Any, rule: str, tmp
     found = metadata(folder)
     change(found)
     with pytest.raises(CheckpointError, match=rule):
-        dcp_state(changed(folder, found))
+        open_state(changed(folder, found), Asked())
 
 
 @pytest.mark.parametrize(
@@ -191,10 +192,10 @@ def test_payloads_that_are_not_what_the_metadata_says_are_refused(change: Any, r
     folder = save(many_entries(), tmp_path / "a")
     found = metadata(folder)
     change(found)
-    state = dcp_state(changed(folder, found))
+    state = open_state(changed(folder, found), Asked())
     assert re.search(rule, "\n".join(state.damage()))
 
 
 def test_a_folder_without_metadata_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata: No such file"):
-        dcp_state(tmp_path)
+        open_state(tmp_path, Asked())

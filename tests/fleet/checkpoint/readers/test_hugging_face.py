@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from fleet.checkpoint.conversion.formats import Asked
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
 from fleet.checkpoint.conversion.whole_state import WholeState
-from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, hugging_face_state, single_file
+from fleet.checkpoint.readers.hugging_face import WEIGHTS_INDEX, open_state, single_file
 from fleet.checkpoint.readers.hugging_face import write_state as write_hugging_face
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import bits, comparable, many_entries, many_tensors
@@ -34,7 +35,7 @@ def test_the_package_reads_every_shard(most: int | None, tmp_path: Path) -> None
     files = sorted(target.glob("*.safetensors")) if most else [target]
     found = {name: one for file in files for name, one in safetensors.torch.load_file(file).items()}
     assert comparable(found) == comparable(untied())
-    assert comparable(tree_of_state(hugging_face_state(target))) == comparable(many_tensors())
+    assert comparable(tree_of_state(open_state(target, Asked()))) == comparable(many_tensors())
     if most == 200:
         index = json.loads((target / WEIGHTS_INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(one.numel() * one.itemsize for one in untied().values())
@@ -47,7 +48,7 @@ def test_the_package_reads_every_shard(most: int | None, tmp_path: Path) -> None
 def test_files_of_the_package_are_read(tmp_path: Path) -> None:
     state = {name: one.contiguous() for name, one in untied().items()}
     safetensors.torch.save_file(state, tmp_path / "a.safetensors", metadata={"origin": "elsewhere"})
-    found = hugging_face_state(tmp_path / "a.safetensors", "net")
+    found = open_state(tmp_path / "a.safetensors", Asked("net"))
     assert {name: bits(found.read(f"net/{name}")) for name in state} == {name: bits(one) for name, one in state.items()}
     assert found.notes == ["left out: the text 'origin' of the metadata"]
     assert single_file(tmp_path) == tmp_path / "a.safetensors"
@@ -57,7 +58,7 @@ def test_shared_tensors_go_both_ways_as_the_package_names_them(tmp_path: Path) -
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     safetensors.torch.save_model(model, tmp_path / "a.safetensors")
-    found = hugging_face_state(tmp_path / "a.safetensors")
+    found = open_state(tmp_path / "a.safetensors", Asked())
     assert len(found.aliases) == 1
     assert comparable(tree_of_state(found)) == comparable(dict(model.state_dict()))
     write_hugging_face(whole(model.state_dict()), tmp_path / "b.safetensors")
@@ -82,7 +83,7 @@ def test_transformers_takes_a_tied_model(most: int, tmp_path: Path) -> None:
     ids = torch.arange(6).view(1, 6)
     assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="5KB")
-    back = hugging_face_state(tmp_path / "theirs")
+    back = open_state(tmp_path / "theirs", Asked())
     own = model.state_dict()
     assert {n: bits(back.read(f"model/{n}")) for n in own if f"model/{n}" in back.tensors} == {
         name: bits(own[name]) for name in own if f"model/{name}" in back.tensors
@@ -111,19 +112,19 @@ def test_a_missing_or_a_wrong_shard_is_named(tmp_path: Path) -> None:
     data = first.read_bytes()
     first.unlink()
     with pytest.raises(CheckpointError, match=f"{first.name}: No such file"):
-        hugging_face_state(folder)
+        open_state(folder, Asked())
     first.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match=f"{first.name} is no safetensors file"):
-        hugging_face_state(folder)
+        open_state(folder, Asked())
     first.write_bytes(data + b"x")
     with pytest.raises(CheckpointError, match="bytes are used"):
-        hugging_face_state(folder)
+        open_state(folder, Asked())
     first.write_bytes(data)
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], "gone": first.name}}))
     with pytest.raises(CheckpointError, match="'gone' lies in .*, which lacks it"):
-        hugging_face_state(folder)
+        open_state(folder, Asked())
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"0.weight": index["weight_map"]["0.weight"]}}))
-    assert len(hugging_face_state(folder).tensors) == 1
+    assert len(open_state(folder, Asked()).tensors) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,14 +133,14 @@ def test_a_missing_or_a_wrong_shard_is_named(tmp_path: Path) -> None:
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=r"no index of safetensors|no file beside it"):
-        hugging_face_state(tmp_path)
+        open_state(tmp_path, Asked())
 
 
 def test_two_files_without_an_index_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match="holds 2 safetensors files and no"):
-        hugging_face_state(tmp_path)
+        open_state(tmp_path, Asked())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_header_that_lies_is_refused(entry: dict[str, Any], rule: str, tmp_pat
     header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4], **entry}}).encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(5))
     with pytest.raises(CheckpointError, match=rule):
-        hugging_face_state(tmp_path / "a.safetensors")
+        open_state(tmp_path / "a.safetensors", Asked())
 
 
 def test_a_name_of_the_format_is_refused(tmp_path: Path) -> None:
