@@ -19,6 +19,7 @@ from fleet.checkpoint.readers.hugging_face import write_state as write_hugging_f
 from fleet.checkpoint.readers.torch_file import write_state as write_torch
 from fleet.errors import CheckpointError
 from tests.helpers.many_tensors import comparable
+from tests.helpers.sources import ROOT
 
 TREE = {"model": {"w": torch.arange(4.0), "b": torch.ones(2, 2)}, "epoch": 3}
 
@@ -135,3 +136,10 @@ def test_a_module_without_a_format_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(readers, "__path__", [str(tmp_path)])
     with pytest.raises(TypeError, match=r"stray\.py lacks FORMAT"):
         known_formats()
+
+
+@pytest.mark.parametrize("page", ["docs/checkpoint.md", "docs/checkpoint.zh-CN.md"])
+def test_the_page_has_a_row_for_each_target(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[2].strip() for line in lines if "| `" in line]
+    assert {f"`{one.to}`" for one in known_formats() if one.to} <= set(rows)
