@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fleet.checkpoint.boxes import box_slices, copy_from
 from fleet.checkpoint.index import Index, Piece, TensorEntry
-from fleet.checkpoint.items import Item, SavedTensors, Source, Wanted
+from fleet.checkpoint.items import Item, SavedTensors, StateSource, Wanted
 from fleet.errors import CheckpointError
 from fleet.job.axes import MODEL_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
@@ -288,7 +289,7 @@ def in_layer_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-class GroupSource(Source):
+class GroupSource(StateSource):
     """A saved state that the first worker of a group reads for all of them; every call but ``entry`` is collective.
 
     Args:
@@ -309,8 +310,8 @@ class GroupSource(Source):
 
     def verify_all(self, wanted: Iterable[Wanted]) -> None:
         """Verifies, on the first worker, what any worker wants. Raises CheckpointError on all of them."""
-        names = self._names(wanted)
-        self._first(lambda saved: saved.verify_all([_all_of(saved, names)]))
+        names = self._names(dict(self._in_order(wanted)))
+        self._first(partial(_verify, names))
 
     def are_equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Returns for each of ``pairs`` whether the two tensors are equal."""
@@ -323,7 +324,7 @@ class GroupSource(Source):
     def fill_all(self, wanted: Iterable[Wanted]) -> None:
         """Fills the boxes of all ``wanted``: one whole tensor after the other travels to all workers."""
         mine = dict(self._in_order(wanted))
-        for name in self._names_of(mine):
+        for name in self._names(mine):
             entry = self.known(name)
             if self._read is not None:
                 whole = self._read(name).detach().to(self._group.device).contiguous()
@@ -337,10 +338,7 @@ class GroupSource(Source):
         if self._saved is not None:
             self._saved.close()
 
-    def _names(self, wanted: Iterable[Wanted]) -> list[str]:
-        return self._names_of(dict(self._in_order(wanted)))
-
-    def _names_of(self, mine: Mapping[str, Any]) -> list[str]:
+    def _names(self, mine: Mapping[str, Any]) -> list[str]:
         """Returns the names that any worker wants, in the order of the index."""
         asked = {name for posted in self._group.post(list(mine)) for name in posted}
         return [name for name in self.index.tensors if name in asked]
@@ -358,9 +356,6 @@ class GroupSource(Source):
         return found
 
 
-def _all_of(source: Source, names: Iterable[str]) -> Wanted:
-    """Returns a wish for all of the tensors ``names``, without memory for them."""
-    found = Wanted()
+def _verify(names: Iterable[str], saved: SavedTensors) -> None:
     for name in names:
-        found.add_whole(source, name, torch.device("meta"))
-    return found
+        saved.verify(name)
