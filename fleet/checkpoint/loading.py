@@ -8,10 +8,10 @@ from contextlib import closing
 from typing import Any
 
 from fleet.checkpoint.commit import read_index
-from fleet.checkpoint.index import Index
+from fleet.checkpoint.index import OBJECTS, Index
 from fleet.checkpoint.items import SavedTensors, StateSource, Wanted
 from fleet.checkpoint.model_tensors import refuse
-from fleet.checkpoint.saved_objects import OBJECTS, takers_of
+from fleet.checkpoint.saved_objects import takers_of
 from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait, world_size_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder

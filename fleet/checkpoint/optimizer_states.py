@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.checkpoint.boxes import held_boxes, whole_shape
 from fleet.checkpoint.items import Item
-from fleet.checkpoint.to_group import VALUE, StateMesh, boxes_of, described, union
+from fleet.checkpoint.to_group import VALUE, StateMesh, boxes_of, described
 from fleet.errors import CheckpointError
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import Layout, cut, layout_of, layouts_of
@@ -210,17 +210,11 @@ class OptimizerStates:
             for entry, (name, key) in zip(post["entries"], post["of"], strict=True):
                 rows.setdefault(entry[0], (places[name], key, entry))
         order = sorted(rows, key=lambda full: rows[full][0])
-        keepers = {rank for rank, post in zip(group.ranks, posts, strict=True) if post["keep"]}
-        tensors = [full for full in order if rows[full][2][1] != VALUE]
-        wholes = group.wholes(tensors, items, union(posts, group.ranks), keepers)
         found: dict[int, dict[str, Any]] = {}
-        for full in order:
+        for full, value in zip(order, group.gather([rows[full][2] for full in order], items, posts), strict=True):
             place, key, entry = rows[full]
-            if entry[1] != VALUE:
-                value: Any = next(wholes)
-            else:
-                value = own[full][2] if full in own and self._partitioned is None else entry[3]
-            found.setdefault(place, {})[key] = value
+            is_own = entry[1] == VALUE and full in own and self._partitioned is None
+            found.setdefault(place, {})[key] = own[full][2] if is_own else value
         return self._whole_groups(state, groups, places), found
 
     def _described(self, state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str, Any]], dict[str, Item]]:

@@ -21,8 +21,6 @@ from fleet.job.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.training.fleet_model import FleetModel
 
-OBJECTS = "#objects"  # the value that says of what kind each object of a checkpoint is
-
 
 class ObjectState(StateTaker):
     """Takes and loads what has ``state_dict`` and ``load_state_dict``, or is a value.

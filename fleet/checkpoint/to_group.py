@@ -77,23 +77,23 @@ class StateGroup:
             dist.recv(received.view(-1).view(torch.uint8), source, group=self.group)
         return received
 
-    def wholes(
-        self, names: Iterable[str], items: Mapping[str, Item], index: Index, keepers: Collection[int]
-    ) -> Iterator[Tensor | None]:
-        """Yields the whole tensors ``names`` on the host, ``None`` to workers that do not keep them.
+    def gather(
+        self, rows: Iterable[Sequence[Any]], items: Mapping[str, Item], posts: Sequence[dict[str, Any]]
+    ) -> Iterator[Any]:
+        """Yields the entries ``rows``: values, and whole tensors on the host, ``None`` to workers that keep none.
 
         A collective call; see [Note: A gather].
 
         Args:
-            names: the same on every worker.
+            rows: see :func:`described`; in an order that is the same on every worker.
             items: what this worker holds, by name.
-            index: the union of what all workers hold.
-            keepers: the ranks that keep the whole tensors.
+            posts: of all workers: ``stage``, ``entries``, ``boxes``, and whether they ``keep`` whole tensors.
         """
-        for name in names:
-            entry = index.tensors[name]
+        index = _union(posts, self.ranks)
+        keepers = {rank for rank, post in zip(self.ranks, posts, strict=True) if post["keep"]}
+        for name, kind, _, value in rows:
             own = {(box.offsets, tuple(box.view.shape)): box.view for box in items[name].boxes} if name in items else {}
-            yield self._whole(entry, own, keepers)
+            yield value if kind == VALUE else self._whole(index.tensors[name], own, keepers)
 
     def _whole(self, entry: TensorEntry, own: Mapping[Any, Tensor], keepers: Collection[int]) -> Tensor | None:
         holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
@@ -233,7 +233,7 @@ def boxes_of(items: Iterable[Item]) -> dict[str, Any]:
     return {item.name: [[list(box.offsets), list(box.view.shape)] for box in item.boxes] for item in items}
 
 
-def union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
+def _union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
     """Returns the index of what all workers have posted: entries, and boxes by name.
 
     Of a box that several stages hold, as that of a tied parameter, the first stage counts.
