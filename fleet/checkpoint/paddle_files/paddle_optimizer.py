@@ -27,7 +27,7 @@ from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState, read_paddle
 from fleet.checkpoint.paddle_files.paddle_state import map_for
 from fleet.errors import CheckpointError
 from fleet.optimizer import Adamax, RMSProp
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import innermost
 
 _POWERS = ("beta1_pow_acc", "beta2_pow_acc")
 _ADAM = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
@@ -163,8 +163,7 @@ def _by_parameter(saved: PaddleState, own_names: set[str], label: str) -> dict[s
 
 
 def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _StateRule:
-    while isinstance(optimizer, OptimizerWrapper):
-        optimizer = optimizer.optimizer
+    optimizer = innermost(optimizer)
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         largest = {"moment2_max": "max_exp_avg_sq"} if group["amsgrad"] else {}
         return _StateRule("Adam, AdamW or Lamb", _ADAM | largest, counts="powers")
