@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, Values, top_level
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, innermost
 
 _FUSION = "torch.compile fuses what it can; turn to_static on"
 _MEMORY = "torch's autograd and allocator decide it"
@@ -244,9 +244,7 @@ def form_of(optimizer: Optimizer, kinds: tuple[type[Optimizer], ...] = (SGD, Ada
 
     A subclass of torch's optimizer counts when it kept torch's ``step``. Only ``kinds`` have a fused form.
     """
-    inner = optimizer
-    while isinstance(inner, OptimizerWrapper):
-        inner = inner.optimizer
+    inner = innermost(optimizer)
     fusible = any(_steps_like(inner, kind) for kind in kinds)
     groups = inner.param_groups
     dense = all(p.is_floating_point() for group in groups for p in group["params"])

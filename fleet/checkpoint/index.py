@@ -24,6 +24,7 @@ from typing import Any
 from fleet.errors import CheckpointError
 
 INDEX = "index.json"
+OBJECTS = "#objects"  # the value that says of what kind, and of which class, each object of a checkpoint is
 FORMAT = "fleet-checkpoint"
 VERSION = 2
 BLOCK_BYTES = 1 << 20

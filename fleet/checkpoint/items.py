@@ -100,14 +100,14 @@ class Wanted:
         """Wants ``boxes`` of the tensor ``name``."""
         self.boxes.setdefault(name, []).extend(boxes)
 
-    def add_whole(self, source: Source, name: str, device: torch.device | None = None) -> Tensor:
+    def add_whole(self, source: StateSource, name: str, device: torch.device | None = None) -> Tensor:
         """Wants all of the tensor ``name``; returns the memory that will hold it. Raises CheckpointError."""
         entry = source.known(name)
         whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
         self.add(name, [HeldBox((0,) * whole.dim(), whole)])
         return whole
 
-    def add_inside(self, source: Source, value: Any) -> None:
+    def add_inside(self, source: StateSource, value: Any) -> None:
         """Wants the tensors inside ``value``, an encoded one, which :meth:`tensor` returns."""
         for name in tensor_names(value):
             self._wholes[name] = self.add_whole(source, name)
@@ -117,7 +117,7 @@ class Wanted:
         return self._wholes[name]
 
 
-class Source:
+class StateSource:
     """A saved state: an index, and tensors that fill boxes of this worker.
 
     Args:
@@ -171,7 +171,7 @@ class Source:
         return ((name, together[name]) for name in self.index.tensors if name in together)
 
 
-class SavedTensors(Source):
+class SavedTensors(StateSource):
     """The tensors of one checkpoint in a folder, read as they are asked for.
 
     Args:
@@ -209,8 +209,11 @@ class SavedTensors(Source):
         for box, part, dtype, data in self._read(name, boxes):
             copy_from(part, torch.frombuffer(data, dtype=dtype).view(part.sizes), [box])
 
-    def verify(self, name: str, boxes: Sequence[HeldBox]) -> None:
-        """Reads and verifies what :meth:`fill` would copy. Raises CheckpointError."""
+    def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
+        """Reads and verifies what :meth:`fill` would copy; ``None`` for the whole tensor. Raises CheckpointError."""
+        if boxes is None:
+            shape = self.known(name).shape
+            boxes = [HeldBox((0,) * len(shape), torch.empty(shape, device="meta"))]
         for _ in self._read(name, boxes):
             pass
 

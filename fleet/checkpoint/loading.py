@@ -8,10 +8,10 @@ from contextlib import closing
 from typing import Any
 
 from fleet.checkpoint.commit import read_index
-from fleet.checkpoint.index import Index
-from fleet.checkpoint.items import SavedTensors, Source, Wanted
+from fleet.checkpoint.index import OBJECTS, Index
+from fleet.checkpoint.items import SavedTensors, StateSource, Wanted
 from fleet.checkpoint.model_tensors import refuse
-from fleet.checkpoint.saved_objects import OBJECTS, takers_of
+from fleet.checkpoint.saved_objects import takers_of
 from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait, world_size_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder
@@ -121,7 +121,7 @@ def _fitting(
     return source, plan
 
 
-def _check_takers(takers: Sequence[StateTaker], source: Source, path: str, session: Any) -> None:
+def _check_takers(takers: Sequence[StateTaker], source: StateSource, path: str, session: Any) -> None:
     """Raises CheckpointError where the checkpoint does not fit."""
     kinds = source.index.values.get(OBJECTS, {})
     problems = []
@@ -142,7 +142,7 @@ def _check_takers(takers: Sequence[StateTaker], source: Source, path: str, sessi
     refuse(misfits_of(takers, source), path)
 
 
-def misfits_of(takers: Sequence[StateTaker], source: Source) -> list[str]:
+def misfits_of(takers: Sequence[StateTaker], source: StateSource) -> list[str]:
     """Returns why the states of ``takers`` are not those of ``source``. Nothing is changed."""
     found = [text for taker in takers for text in taker.check(source)]
     twins = [(taker.key, pair) for taker in takers for pair in taker.twins(source)]
@@ -153,7 +153,7 @@ def misfits_of(takers: Sequence[StateTaker], source: Source) -> list[str]:
 
 
 def _load_into(
-    objects: Mapping[str, Any], plan: Mapping[StateTaker, Wanted], source: Source, path: str, call: str
+    objects: Mapping[str, Any], plan: Mapping[StateTaker, Wanted], source: StateSource, path: str, call: str
 ) -> dict[str, Any]:
     found = dict(objects)
     source.fill_all(plan.values())

@@ -13,7 +13,7 @@ from fleet.checkpoint.boxes import held_boxes
 from fleet.checkpoint.index import Index, TensorEntry
 from fleet.checkpoint.items import Wanted
 from fleet.checkpoint.model_tensors import module_items
-from fleet.checkpoint.to_group import VALUE, GroupSource, StateGroup, StateMesh, boxes_of, described, union
+from fleet.checkpoint.to_group import VALUE, GroupSource, StateGroup, StateMesh, boxes_of, described
 from fleet.errors import CheckpointError, OptionWarning
 from fleet.strategies._shared.parameter_layout import cut, layouts_of
 from fleet.strategies._shared.parts import (
@@ -63,10 +63,9 @@ class ModelStates:
         stages = self._mesh.by_stage(posts, group.ranks)
         rows = {row[0]: row for post in reversed(stages) for row in post["entries"]}
         names = self._mesh.in_order([[row[0] for row in post["entries"]] for post in stages])
-        keepers = {rank for rank, post in zip(group.ranks, posts, strict=True) if post["keep"]}
-        tensors = [name for name in names if rows[name][1] != VALUE]
-        wholes = group.wholes(tensors, items, union(posts, group.ranks), keepers)
-        found = {name: state.get(name, rows[name][3]) if rows[name][1] == VALUE else next(wholes) for name in names}
+        wholes = group.gather([rows[name] for name in names], items, posts)
+        found = dict(zip(names, wholes, strict=True))
+        found |= {name: state[name] for name in names if rows[name][1] == VALUE and name in state}
         return found if keep else {}
 
     def _posted(self, state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
-from fleet.checkpoint.items import Item, Source, Wanted, misfits
+from fleet.checkpoint.items import Item, StateSource, Wanted, misfits
 from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode, tensor_names
 from fleet.errors import CheckpointError, ConfigError
@@ -82,7 +82,7 @@ class ModelTensors(StateTaker):
         holders = holders_of(self._axes, own, None, expert=False) if self._own is None else (self._own,)
         return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=self._own is None)
 
-    def check(self, source: Source) -> list[str]:
+    def check(self, source: StateSource) -> list[str]:
         """Returns why the saved state does not fit the module; an empty list where it does. Nothing is changed."""
         state = self.take()
         inside = {inner for value in state.values.values() for inner in tensor_names(value)}
@@ -98,7 +98,7 @@ class ModelTensors(StateTaker):
             found.append(f"not of this model: {saved[:6]!r} ({len(saved)} in all)")
         return [f"{self.key!r}: {text}" for text in found]
 
-    def twins(self, source: Source) -> list[tuple[str, str]]:
+    def twins(self, source: StateSource) -> list[tuple[str, str]]:
         """Returns the names of tied parameters that are two tensors in the saved state."""
         pairs = [(alias, name) for alias, name in self._aliases().items()]
         entries = [(source.entry(alias), source.entry(name)) for alias, name in pairs]
@@ -108,7 +108,7 @@ class ModelTensors(StateTaker):
             if one is not None and other is not None and one is not other and one.shape == other.shape
         ]
 
-    def wanted(self, source: Source) -> Wanted:
+    def wanted(self, source: StateSource) -> Wanted:
         """Returns the module's own memory, and what its extra state needs."""
         found = Wanted()
         stored = _stored(source, self._aliases())
@@ -123,7 +123,7 @@ class ModelTensors(StateTaker):
                 found.add(stored.get(full, full), held_boxes(value, layouts.get(name)))
         return found
 
-    def put(self, source: Source, wanted: Wanted) -> None:
+    def put(self, source: StateSource, wanted: Wanted) -> None:
         """Gives the module its extra state, and runs the hooks that it has for loading."""
         extra: dict[str, Any] = {}
         for name, value in self.module.state_dict().items():
@@ -155,7 +155,7 @@ def module_items(module: nn.Module, axes: Axes, wrapped: bool = True) -> Iterato
             yield Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
 
 
-def _stored(source: Source, aliases: Mapping[str, str]) -> dict[str, str]:
+def _stored(source: StateSource, aliases: Mapping[str, str]) -> dict[str, str]:
     """Returns, of names that the checkpoint lacks, another name of the same tied parameter that it has.
 
     Files of transformers have a tied weight under one name, and nothing says that there was another.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.checkpoint.boxes import held_boxes, whole_shape
 from fleet.checkpoint.items import Item
-from fleet.checkpoint.to_group import VALUE, StateMesh, boxes_of, described, union
+from fleet.checkpoint.to_group import VALUE, StateMesh, boxes_of, described
 from fleet.errors import CheckpointError
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import Layout, cut, layout_of, layouts_of
@@ -200,30 +200,9 @@ class OptimizerStates:
 
     def _gathered(self, state: Mapping[str, Any], keep: bool) -> tuple[list[Any], dict[int, dict[str, Any]]]:
         """Returns the groups and the entries of the whole state; a collective call."""
-        has_shards = self._partitioned is not None or any(is_part(p) for p in self._parameters)
-        group = self._mesh.copy_group(has_shards)
-        own = {
-            f"{self._name(place)}/{key}": (self._name(place), place, key, value)
-            for place, entry in sorted(state["state"].items())
-            for key, value in entry.items()
-        }
-        items = {
-            full: self._item(full, value, key, self._parameters[place])
-            for full, (_, place, key, value) in own.items()
-            if isinstance(value, Tensor)
-        }
-        travels = self._mesh.has_stages or self._partitioned is not None
-        entries = [described(full, value, items.get(full), travels) for full, (_, _, _, value) in own.items()]
-        posts = group.post(
-            {
-                "stage": self._mesh.stage,
-                "groups": self._own_groups(),
-                "entries": entries,
-                "of": [[name, key] for name, _, key, _ in own.values()],
-                "boxes": boxes_of(items.values()),
-                "keep": keep,
-            }
-        )
+        group = self._mesh.copy_group(self._partitioned is not None or any(is_part(p) for p in self._parameters))
+        own, items = self._described(state)
+        posts = group.post({**self._posted(own, items), "keep": keep})
         groups = self._groups(self._mesh.by_stage(posts, group.ranks))
         places = {name: at for at, name in enumerate(name for names in groups for name in names)}
         rows: dict[str, tuple[int, str, Any]] = {}  # by name: place, key, entry
@@ -231,18 +210,34 @@ class OptimizerStates:
             for entry, (name, key) in zip(post["entries"], post["of"], strict=True):
                 rows.setdefault(entry[0], (places[name], key, entry))
         order = sorted(rows, key=lambda full: rows[full][0])
-        keepers = {rank for rank, post in zip(group.ranks, posts, strict=True) if post["keep"]}
-        tensors = [full for full in order if rows[full][2][1] != VALUE]
-        wholes = group.wholes(tensors, items, union(posts, group.ranks), keepers)
         found: dict[int, dict[str, Any]] = {}
-        for full in order:
+        for full, value in zip(order, group.gather([rows[full][2] for full in order], items, posts), strict=True):
             place, key, entry = rows[full]
-            if entry[1] != VALUE:
-                value: Any = next(wholes)
-            else:
-                value = own[full][3] if full in own and self._partitioned is None else entry[3]
-            found.setdefault(place, {})[key] = value
+            is_own = entry[1] == VALUE and full in own and self._partitioned is None
+            found.setdefault(place, {})[key] = own[full][2] if is_own else value
         return self._whole_groups(state, groups, places), found
+
+    def _described(self, state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str, Any]], dict[str, Item]]:
+        """Returns by name the parameter, key and value of each entry of ``state``, and its tensors."""
+        own: dict[str, tuple[str, str, Any]] = {}
+        items: dict[str, Item] = {}
+        for place, entry in sorted(state["state"].items()):
+            for key, value in entry.items():
+                full = f"{self._name(place)}/{key}"
+                own[full] = (self._name(place), key, value)
+                if isinstance(value, Tensor):
+                    items[full] = self._item(full, value, key, self._parameters[place])
+        return own, items
+
+    def _posted(self, own: Mapping[str, tuple[str, str, Any]], items: Mapping[str, Item]) -> dict[str, Any]:
+        travels = self._mesh.has_stages or self._partitioned is not None
+        return {
+            "stage": self._mesh.stage,
+            "groups": self._own_groups(),
+            "entries": [described(full, value, items.get(full), travels) for full, (_, _, value) in own.items()],
+            "of": [[name, key] for name, key, _ in own.values()],
+            "boxes": boxes_of(items.values()),
+        }
 
     def _item(self, full: str, value: Tensor, key: str, parameter: Tensor) -> Item:
         layout = self._layouts.get(parameter)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
-from fleet.checkpoint.items import Item, SavedTensors, Source, Wanted
+from fleet.checkpoint.items import Item, SavedTensors, StateSource, Wanted
 from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
@@ -139,7 +139,7 @@ class OptimizerTensors(StateTaker):
             holders = holders_of(self._axes, parameter, layout_of(parameter), is_expert(parameter), owned)
         return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=True)
 
-    def check(self, source: Source) -> list[str]:
+    def check(self, source: StateSource) -> list[str]:
         """Returns why the checkpoint does not fit the optimizer; an empty list where it does. Nothing is changed."""
         saved = self._saved_groups(source)
         found = []
@@ -176,7 +176,7 @@ class OptimizerTensors(StateTaker):
                 found.append(f"{self.key!r}: {name!r} is {list(shapes[name])} in the checkpoint and {list(whole)} here")
         return found
 
-    def wanted(self, source: Source) -> Wanted:
+    def wanted(self, source: StateSource) -> Wanted:
         """Returns the memory of the state that this worker keeps, and new memory where it has none of the form."""
         found = Wanted()
         own = self._state()["state"]
@@ -197,7 +197,7 @@ class OptimizerTensors(StateTaker):
                 found.add_inside(source, value)
         return found
 
-    def _needed(self, source: Source) -> Iterator[tuple[int, str, str]]:
+    def _needed(self, source: StateSource) -> Iterator[tuple[int, str, str]]:
         """Yields the state that this worker keeps: place of the parameter, key, and name in the checkpoint."""
         order = list(dict.fromkeys(key for group in self._saved_groups(source) for key in group.get("keys", ())))
         for place, name in enumerate(self._names):
@@ -207,7 +207,7 @@ class OptimizerTensors(StateTaker):
                     yield place, key, f"{self._prefix}/{name}/{key}"
 
     def _memory(
-        self, source: Source, full: str, parameter: Tensor, present: Any, used: set[int], wanted: Wanted
+        self, source: StateSource, full: str, parameter: Tensor, present: Any, used: set[int], wanted: Wanted
     ) -> Tensor:  # fmt: skip
         """Returns what the saved tensor ``full``, or this worker's part of it, is filled into.
 
@@ -231,7 +231,7 @@ class OptimizerTensors(StateTaker):
         wanted.add(full, held_boxes(made, layout))
         return made
 
-    def put(self, source: Source, wanted: Wanted) -> None:
+    def put(self, source: StateSource, wanted: Wanted) -> None:
         """Gives the optimizer the saved state."""
         own = self._state()
         values = source.index.values
@@ -290,11 +290,11 @@ class OptimizerTensors(StateTaker):
                     self._names[place] = free[0]
                 claimed.add(self._names[place])
 
-    def _keys(self, source: Source, name: str) -> list[str]:
+    def _keys(self, source: StateSource, name: str) -> list[str]:
         """Returns the names of the saved state of the parameter ``name``, in order."""
         return source.below(f"{self._prefix}/{name}")
 
-    def _saved_groups(self, source: Source) -> list[dict[str, Any]]:
+    def _saved_groups(self, source: StateSource) -> list[dict[str, Any]]:
         return saved_groups(source, self._prefix)
 
 
@@ -321,7 +321,7 @@ def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.
     return is_alike and own.numel() > 0 and own.is_contiguous() and not own.is_inference()
 
 
-def saved_groups(source: Source, key: str) -> list[dict[str, Any]]:
+def saved_groups(source: StateSource, key: str) -> list[dict[str, Any]]:
     """Returns the saved parameter groups of the optimizer ``key``, each with the names of all stages."""
     found: list[dict[str, Any]] = []
     begin = f"{key}/groups@"

@@ -12,13 +12,13 @@ import re
 import secrets
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fleet.checkpoint.storage import replaced
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
 from fleet.strategies._shared.parts import has_parts, marked_part
@@ -62,11 +62,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target)
-        with _temporary(target) as temporary:
-            _write(obj, temporary)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+        with replaced(target, temporary) as file:
+            _write(obj, file)
+            file.flush()
             check_readable(temporary)
-            os.replace(temporary, target)
-        flush_folder(target.parent)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -154,18 +154,15 @@ def _checked_path(call: str, path: object) -> Path:
     return Path(path)
 
 
-def _write(obj: Any, temporary: Path) -> None:
-    with open(temporary, "xb") as file:
-        try:
-            torch.save(obj, file)
-        except OSError:
-            raise
-        except Exception as error:  # whatever the object's own __reduce__ raises
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
-        file.flush()
-        os.fsync(file.fileno())
+def _write(obj: Any, file: Any) -> None:
+    try:
+        torch.save(obj, file)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the object's own __reduce__ raises
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
 
 
 def check_readable(temporary: Path) -> None:
@@ -189,15 +186,6 @@ def _reason(call: str, error: Exception) -> str:
     return f"{call}: the file is truncated or damaged ({detail}). Use an earlier checkpoint."
 
 
-@contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    path = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def _remove_stale(target: Path) -> None:
     for path in target.parent.glob(f".{_escaped(target.name)}.*.tmp"):
         try:
@@ -209,14 +197,3 @@ def _remove_stale(target: Path) -> None:
 
 def _escaped(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flushes the directory entries of ``folder`` to disk."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows cannot open a folder
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

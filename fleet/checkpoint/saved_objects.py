@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox
-from fleet.checkpoint.items import Item, Source, Wanted, raw_bytes
+from fleet.checkpoint.items import Item, StateSource, Wanted, raw_bytes
 from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
 from fleet.checkpoint.state_taker import Description, StateTaker
@@ -20,8 +20,6 @@ from fleet.errors import ConfigError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.training.fleet_model import FleetModel
-
-OBJECTS = "#objects"  # the value that says of what kind each object of a checkpoint is
 
 
 class ObjectState(StateTaker):
@@ -67,11 +65,11 @@ class ObjectState(StateTaker):
             found = zlib.crc32(data, found)
         return found
 
-    def _saved_as(self, source: Source) -> str:
+    def _saved_as(self, source: StateSource) -> str:
         """Returns the name of the value that this worker loads."""
         return self.key if self.key in source.index.values else f"@{self._rank}/{self.key}"
 
-    def check(self, source: Source) -> list[str]:
+    def check(self, source: StateSource) -> list[str]:
         """Returns why this worker has no saved state; what an object's own loading refuses, it says itself."""
         saved = source.index.job.get("world_size", 1)
         now = self._world_size
@@ -81,13 +79,13 @@ class ObjectState(StateTaker):
             f"{self.key!r} was different on each of {saved} workers, and there are {now} now; omit it, and begin anew"
         ]
 
-    def wanted(self, source: Source) -> Wanted:
+    def wanted(self, source: StateSource) -> Wanted:
         """Returns the tensors inside the saved value."""
         found = Wanted()
         found.add_inside(source, source.index.values.get(self._saved_as(source)))
         return found
 
-    def put(self, source: Source, wanted: Wanted) -> Any:
+    def put(self, source: StateSource, wanted: Wanted) -> Any:
         """Loads the state into the object; returns a value."""
         value = decode(source.index.values[self._saved_as(source)], wanted.tensor)
         if self.kind == "value":

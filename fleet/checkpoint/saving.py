@@ -18,10 +18,10 @@ from fleet._log import LOGGER
 from fleet._version import __version__
 from fleet.checkpoint.commit import Share, check_target, leave_error, raise_here, write_share
 from fleet.checkpoint.data_files import FileBlock, block_of, in_file_order
-from fleet.checkpoint.index import Index, Piece, TensorEntry
+from fleet.checkpoint.index import OBJECTS, Index, Piece, TensorEntry
 from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.saved_objects import OBJECTS, ObjectState, own_state_of, takers_of
+from fleet.checkpoint.saved_objects import ObjectState, own_state_of, takers_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
 from fleet.checkpoint.to_group import StateGroup

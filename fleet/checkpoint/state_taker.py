@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.checkpoint.items import Item, Source, Wanted
+from fleet.checkpoint.items import Item, StateSource, Wanted
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class StateTaker:
         """Returns the state."""
         raise NotImplementedError
 
-    def check(self, source: Source) -> list[str]:
+    def check(self, source: StateSource) -> list[str]:
         """Returns why the saved state does not fit; an empty list where it does. Nothing is changed."""
         raise NotImplementedError
 
-    def twins(self, source: Source) -> list[tuple[str, str]]:
+    def twins(self, source: StateSource) -> list[tuple[str, str]]:
         """Returns pairs of saved tensors that must be equal, because they are one parameter here."""
         return []
 
-    def wanted(self, source: Source) -> Wanted:
+    def wanted(self, source: StateSource) -> Wanted:
         """Returns the boxes that :meth:`put` needs filled; of the object, nothing but its own numbers is among them."""
         raise NotImplementedError
 
-    def put(self, source: Source, wanted: Wanted) -> Any:
+    def put(self, source: StateSource, wanted: Wanted) -> Any:
         """Gives the object its state, once ``wanted`` is filled; returns a plain value."""
         raise NotImplementedError

@@ -69,7 +69,7 @@ class LocalFolder:
         """Makes the folder and those above it; where it is new, a power cut does not undo that."""
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
-            _flush(os.path.dirname(self.path))
+            flush_folder(os.path.dirname(self.path))
 
     def names(self) -> list[str]:
         """Returns the names in the folder; an absent folder has none."""
@@ -90,19 +90,9 @@ class LocalFolder:
     def put(self, name: str, data: bytes) -> None:
         """Makes ``name`` hold ``data`` by one rename."""
         temporary = f".{name}.{os.getpid()}.tmp"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, temporary))
-        try:
-            with self.create(temporary) as file:
-                at = memoryview(data)
-                while len(at):
-                    at = at[file.write(at) :]
-            os.replace(os.path.join(self.path, temporary), os.path.join(self.path, name))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, temporary))
-            raise
-        _flush(self.path)
+        self.remove(temporary)
+        with replaced(os.path.join(self.path, name), os.path.join(self.path, temporary)) as file:
+            file.write(data)
 
     def touch(self, name: str) -> None:
         """Makes an empty file, which need not outlive the machine: training waits for it."""
@@ -241,7 +231,27 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _flush(folder: str) -> None:
+@contextmanager
+def replaced(path: str | os.PathLike[str], temporary: str | os.PathLike[str]) -> Iterator[Any]:
+    """Opens the new file ``temporary``, which replaces ``path`` at once and durably when the context is left.
+
+    After an error the old file stands, and the new one is gone.
+    """
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    flush_folder(os.path.dirname(path))
+
+
+def flush_folder(folder: str | os.PathLike[str]) -> None:
+    """Flushes the directory entries of ``folder`` to disk."""
     if hasattr(os, "O_DIRECTORY"):  # Windows cannot open a folder
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fleet.checkpoint.boxes import box_slices, copy_from
 from fleet.checkpoint.index import Index, Piece, TensorEntry
-from fleet.checkpoint.items import Item, SavedTensors, Source, Wanted
+from fleet.checkpoint.items import Item, SavedTensors, StateSource, Wanted
 from fleet.errors import CheckpointError
 from fleet.job.axes import MODEL_AXES, Axes
 from fleet.strategies._shared.exchanged_texts import broadcast_bits, gather_texts
@@ -76,23 +77,23 @@ class StateGroup:
             dist.recv(received.view(-1).view(torch.uint8), source, group=self.group)
         return received
 
-    def wholes(
-        self, names: Iterable[str], items: Mapping[str, Item], index: Index, keepers: Collection[int]
-    ) -> Iterator[Tensor | None]:
-        """Yields the whole tensors ``names`` on the host, ``None`` to workers that do not keep them.
+    def gather(
+        self, rows: Iterable[Sequence[Any]], items: Mapping[str, Item], posts: Sequence[dict[str, Any]]
+    ) -> Iterator[Any]:
+        """Yields the entries ``rows``: values, and whole tensors on the host, ``None`` to workers that keep none.
 
         A collective call; see [Note: A gather].
 
         Args:
-            names: the same on every worker.
+            rows: see :func:`described`; in an order that is the same on every worker.
             items: what this worker holds, by name.
-            index: the union of what all workers hold.
-            keepers: the ranks that keep the whole tensors.
+            posts: of all workers: ``stage``, ``entries``, ``boxes``, and whether they ``keep`` whole tensors.
         """
-        for name in names:
-            entry = index.tensors[name]
+        index = _union(posts, self.ranks)
+        keepers = {rank for rank, post in zip(self.ranks, posts, strict=True) if post["keep"]}
+        for name, kind, _, value in rows:
             own = {(box.offsets, tuple(box.view.shape)): box.view for box in items[name].boxes} if name in items else {}
-            yield self._whole(entry, own, keepers)
+            yield value if kind == VALUE else self._whole(index.tensors[name], own, keepers)
 
     def _whole(self, entry: TensorEntry, own: Mapping[Any, Tensor], keepers: Collection[int]) -> Tensor | None:
         holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
@@ -232,7 +233,7 @@ def boxes_of(items: Iterable[Item]) -> dict[str, Any]:
     return {item.name: [[list(box.offsets), list(box.view.shape)] for box in item.boxes] for item in items}
 
 
-def union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
+def _union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
     """Returns the index of what all workers have posted: entries, and boxes by name.
 
     Of a box that several stages hold, as that of a tied parameter, the first stage counts.
@@ -288,7 +289,7 @@ def in_layer_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-class GroupSource(Source):
+class GroupSource(StateSource):
     """A saved state that the first worker of a group reads for all of them; every call but ``entry`` is collective.
 
     Args:
@@ -309,8 +310,8 @@ class GroupSource(Source):
 
     def verify_all(self, wanted: Iterable[Wanted]) -> None:
         """Verifies, on the first worker, what any worker wants. Raises CheckpointError on all of them."""
-        names = self._names(wanted)
-        self._first(lambda saved: saved.verify_all([_all_of(saved, names)]))
+        names = self._names(dict(self._in_order(wanted)))
+        self._first(partial(_verify, names))
 
     def are_equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Returns for each of ``pairs`` whether the two tensors are equal."""
@@ -323,7 +324,7 @@ class GroupSource(Source):
     def fill_all(self, wanted: Iterable[Wanted]) -> None:
         """Fills the boxes of all ``wanted``: one whole tensor after the other travels to all workers."""
         mine = dict(self._in_order(wanted))
-        for name in self._names_of(mine):
+        for name in self._names(mine):
             entry = self.known(name)
             if self._read is not None:
                 whole = self._read(name).detach().to(self._group.device).contiguous()
@@ -337,10 +338,7 @@ class GroupSource(Source):
         if self._saved is not None:
             self._saved.close()
 
-    def _names(self, wanted: Iterable[Wanted]) -> list[str]:
-        return self._names_of(dict(self._in_order(wanted)))
-
-    def _names_of(self, mine: Mapping[str, Any]) -> list[str]:
+    def _names(self, mine: Mapping[str, Any]) -> list[str]:
         """Returns the names that any worker wants, in the order of the index."""
         asked = {name for posted in self._group.post(list(mine)) for name in posted}
         return [name for name in self.index.tensors if name in asked]
@@ -358,9 +356,6 @@ class GroupSource(Source):
         return found
 
 
-def _all_of(source: Source, names: Iterable[str]) -> Wanted:
-    """Returns a wish for all of the tensors ``names``, without memory for them."""
-    found = Wanted()
+def _verify(names: Iterable[str], saved: SavedTensors) -> None:
     for name in names:
-        found.add_whole(source, name, torch.device("meta"))
-    return found
+        saved.verify(name)

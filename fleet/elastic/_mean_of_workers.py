@@ -43,7 +43,7 @@ class MeanOfWorkers(SavedTensors):
         mean = (total / self._num_workers).to(dtype)
         copy_from(Piece("", 0, (0,) * mean.dim(), tuple(mean.shape)), mean, boxes)
 
-    def verify(self, name: str, boxes: Sequence[HeldBox]) -> None:
+    def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
         """Reads and verifies the tensor ``name``, of the model that of every worker. Raises CheckpointError."""
         for copy in self._copies(name) if name.startswith(_MODEL) else [name]:
             super().verify(copy, boxes)

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from fleet.checkpoint.save_load import check_readable, flush_folder
+from fleet.checkpoint.save_load import check_readable
+from fleet.checkpoint.storage import flush_folder
 from fleet.elastic._folder import MANIFEST, VERSION, Entry, Part, mismatch, new_name, open_file, sum_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive

@@ -25,7 +25,7 @@ from fleet.checkpoint.conversion.whole_state import (
     whole_blocks,
 )
 from fleet.checkpoint.data_files import DataReader
-from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, INDEX, Index
+from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, INDEX, OBJECTS, Index
 from fleet.checkpoint.storage import Folder, LocalFolder, is_remote, open_folder
 from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError
@@ -33,7 +33,6 @@ from fleet.errors import CheckpointError
 FORMAT = Format(
     order=10, title="Fleet checkpoints", mark="index.json", folder="index.json (Fleet)", to="fleet", commits=True
 )
-OBJECTS = "#objects"  # the value that says of what kind each entry of a Fleet checkpoint is, and of which class
 # Whole numbers of the same width as a type, which every operation knows.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
