@@ -15,23 +15,14 @@ from torch.optim import Optimizer
 
 from fleet._log import LOGGER
 from fleet.checkpoint.saved_objects import takers_of
-from fleet.checkpoint.saving import axes_of, blind_workers, mark, taken_by
+from fleet.checkpoint.saving import axes_of, blind_workers, gathered, mark, taken_by
 from fleet.checkpoint.storage import LocalFolder
 from fleet.elastic._faults import Faults
 from fleet.elastic._folder import candidates, check_whole, new_name, remove_leftovers, remove_unfinished
-from fleet.elastic._restore import Found, Restore
+from fleet.elastic._restore import Found, Restore, workers_of
 from fleet.elastic._sampler import ElasticSampler
-from fleet.elastic._state import (
-    from_bytes,
-    kinds_of,
-    optimizer_state,
-    take_model,
-    take_optimizer,
-    take_random,
-    to_bytes,
-    windows,
-)
-from fleet.elastic._write import Background, ShareWrite, Write, attempt
+from fleet.elastic._state import from_bytes, kinds_of, optimizer_state, take_random, to_bytes, windows
+from fleet.elastic._write import Background, ShareWrite, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
 from fleet.job.running import running_session
@@ -337,40 +328,15 @@ class Checkpoint:
             LOGGER.info("Workers %s do not see %s: worker 0 gathers and writes the state.", blind, self.path)
         return self._is_shared is True or own
 
-    def _plan(self, reports: Sequence[dict[str, Any]]) -> Write | ShareWrite:
-        """Takes the state; a collective call, except where each worker writes its share."""
-        session, chain = self._session, self._chain
-        own = any(found["own"] for found in reports)
-        is_first = session.global_rank == 0
-        self._has_written = True
-        if self._all_see(reports[0], own):
-            return self._share(reports, own)
-        files: dict[str, Any] = {
-            "model.pt": take_model(self._model, session, is_first, self._asynchronous),
-            "optimizer.pt": None if chain is None else take_optimizer(chain, is_first, self._asynchronous),
-        }
-        if is_first:
-            scheduler = None if self._scheduler is None else self._scheduler.state_dict()
-            files["rest.pt"] = {**self._rest(reports), "scheduler": scheduler}
-        return Write(
-            folder=self.path,
-            staging=self.path / f".step-{self.step:010d}.{reports[0]['token']}.tmp",
-            step=self.step,
-            rank=session.global_rank,
-            keep=self.keep,
-            files=files,
-            values={
-                "step": self.step,
-                "epoch": self.epoch,
-                "world_size": session.world_size,
-                "has_worker_parts": False,
-            },
-            faults=self._faults,
-        )
+    def _plan(self, reports: Sequence[dict[str, Any]]) -> ShareWrite:
+        """Takes this worker's share of the state; where not every worker sees the folder, worker 0 gathers all shares.
 
-    def _share(self, reports: Sequence[dict[str, Any]], own: bool) -> ShareWrite:
-        """Takes this worker's share of the state; with ``own``, all of its own."""
+        Raises CheckpointError on every worker where a state cannot be gathered.
+        """
         session, call, problem, taken = self._session, "Checkpoint.save()", "", None
+        own = any(found["own"] for found in reports)
+        self._has_written = True
+        is_shared = self._all_see(reports[0], own)
         self._begun = self.path / reports[0]["name"]
         objects = {"model": self._model, "optimizer": self._chain, "scheduler": self._scheduler}
         if session.global_rank == 0:
@@ -380,8 +346,10 @@ class Checkpoint:
             taken = taken_by(takers_of(given, session, axes_of(session), call, own), session)
         except FleetError as error:  # every worker must know
             problem = f"{error}"
+        if not is_shared:
+            taken = gathered(taken, problem, workers_of(session), call)
         return ShareWrite(
-            path=self._begun,
+            path=self.path / reports[0]["name"],
             token=reports[0]["token"],
             step=self.step,
             rank=session.global_rank,
@@ -408,7 +376,7 @@ class Checkpoint:
         }
 
     def _load(self, restore: Restore, found: Found) -> None:
-        rest = restore.load(found, self._model, self._chain, self._scheduler)
+        rest = restore.load(found, self._scheduler)
         if self._data is not None:
             join = getattr(self._data, "joined_states", None)
             self._data.load_state_dict(restore.data_of(rest, isinstance(self._data, ElasticSampler), join))

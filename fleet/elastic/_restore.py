@@ -1,66 +1,75 @@
-"""Finds the newest complete checkpoint, in agreement with the other workers, and loads it on every worker."""
+"""Finds the newest complete checkpoint, in agreement with the other workers, and loads it on every worker.
+
+[Note: How a checkpoint is found]
+Worker 0 names a checkpoint, newest first, and the sum of its index. Every worker reads that index, checks whether model
+and optimizer fit, and verifies the bytes that it needs; damage on one worker makes all of them take the one before.
+Where some worker does not see the folder, worker 0 sends the index, verifies for all, and sends the tensors. Nothing is
+changed before all of this is agreed.
+"""
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER
-from fleet.elastic._folder import Entry, candidates, check_whole, has_index, is_unfinished, read_entry
-from fleet.elastic._pieces import Pieces, sum_of_index
+from fleet.checkpoint.index import INDEX, Index
+from fleet.checkpoint.items import SavedTensors, Wanted
+from fleet.checkpoint.loading import misfits_of
+from fleet.checkpoint.model_tensors import ModelTensors
+from fleet.checkpoint.saved_objects import OBJECTS, takers_of
+from fleet.checkpoint.saving import axes_of
+from fleet.checkpoint.state_taker import StateTaker
+from fleet.checkpoint.storage import LocalFolder
+from fleet.checkpoint.to_group import GroupSource, StateGroup
+from fleet.checkpoint.values import decode
+from fleet.elastic._folder import candidates, check_no_link, check_whole, is_unfinished
+from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
 from fleet.elastic._places import is_same_mesh, predecessor
-from fleet.elastic._resize import declared_scales, rescale, warn_of_resize
-from fleet.elastic._state import (
-    kinds_of,
-    module_of,
-    optimizer_state,
-    put_model,
-    put_optimizer,
-    put_random,
-    states_of,
-    tensor_rows,
-    windows,
-    without_tensors,
-)
-from fleet.elastic._torch_files import check_form, open_part, parse_part, read_part
+from fleet.elastic._resize import LR_SCALE, declared_scales, rescale, warn_of_resize
+from fleet.elastic._run_form import check_form
+from fleet.elastic._state import kinds_of, names_elsewhere, optimizer_state, put_random, windows
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
-from fleet.strategies._shared.exchanged_texts import broadcast_bits
-from fleet.strategies._shared.parameter_layout import cut
 from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
     from fleet.job.session import Session
 
-_BLOCK_BYTES = 1 << 28
+_VISIBLE_S = 5.0
+_POLL_S = 0.02
 
 
 @dataclass
 class Found:
     """The checkpoint that every worker loads.
 
-    ``rest`` is what all workers need. Worker 0 holds ``model`` and the bytes of ``optimizer``. Of a checkpoint with an
-    index, whose sum is ``index_sum``, each worker has ``pieces``.
+    Attributes:
+        name: of its folder.
+        rest: what it holds beside model and optimizer; of the random generators, this worker's only.
+        source: its tensors.
+        plan: what takes the states of model and optimizer, and the boxes that each wants.
+        misfits: why it is not a checkpoint of this model and optimizer.
+        is_mean: each worker has saved a state of its own, and other workers continue from their mean.
     """
 
     name: str
-    world_size: int
     rest: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] | None = None
-    optimizer: bytes = b""
-    index_sum: str = ""
-    pieces: Pieces | None = None
+    source: SavedTensors | GroupSource | None = None
+    plan: dict[StateTaker, Wanted] = field(default_factory=dict)
+    misfits: list[str] = field(default_factory=list)
+    is_mean: bool = False
 
 
 class Restore:
@@ -70,46 +79,40 @@ class Restore:
         self._session, self._folder = session, folder
         self._model, self._optimizer = model, optimizer
         self._is_first = session.global_rank == 0
+        self._elsewhere: set[str] = set()  # names of the state that only other stages of a pipeline hold
 
     def find(self) -> Found | None:
         """Returns the newest complete checkpoint, or None; a collective call."""
+        self._elsewhere = names_elsewhere(self._model, self._session)
         waiting = self._whole_ones() if self._is_first else iter(())
         while True:
-            problem = ""
+            offered, problem = None, ""
             try:
-                found, rest = next(waiting, (None, b""))
+                offered = next(waiting, None)
             except CheckpointError as error:  # the folder cannot be read: every worker must know
-                found, rest, problem = None, b"", f"{error}"
-            text = json.dumps([found.name, found.world_size, found.index_sum] if found else problem or None)
-            said = json.loads(self._broadcast(text.encode()))
-            if said is None:
+                problem = f"{error}"
+            offered, problem = self._said_by_all([offered, problem])[0]
+            if problem:
+                raise CheckpointError(problem)
+            if offered is None:
                 return None
-            if isinstance(said, str):
-                raise CheckpointError(said)
-            if found is None:
-                name, world_size, index_sum = said
-                found = Found(name, world_size, index_sum=index_sum)
-            if found.index_sum:
-                problems = self._read_pieces(found)
-            else:
-                found.rest = parse_part(io.BytesIO(self._broadcast(rest)), f"{found.name}: rest.pt")
-                problems = []
+            name, index_sum = offered
+            found = Found(name)
+            problems = self._open(found, index_sum)
             if not problems:
                 return found
             if self._is_first:
                 _warn_of(self._folder, problems[0])
 
-    def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None, scheduler: Any) -> dict[str, Any]:
+    def load(self, found: Found, scheduler: Any) -> dict[str, Any]:
         """Restores model, optimizer and scheduler; returns the rest. Raises CheckpointError when they do not match."""
-        declared = declared_scales(optimizer)
+        optimizer, declared = self._optimizer, declared_scales(self._optimizer)
         try:
             self._check_kinds(found, kinds_of(optimizer, scheduler))
-            if found.pieces is not None:
-                self._warn_of_mean(found, found.pieces)
-                with self._without_word_of_other_workers(optimizer):
-                    found.pieces.load(optimizer)
-            else:
-                self._load_whole(found, model, optimizer)
+            if found.misfits:
+                raise CheckpointError(" ".join(f"{text}." for text in found.misfits))
+            self._warn_of_mean(found)
+            self._put(found)
             if scheduler is not None and found.rest["scheduler"] is not None:
                 scheduler.load_state_dict(found.rest["scheduler"])
         except (CheckpointError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,15 +127,6 @@ class Restore:
             now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)
             warn_of_resize(found.rest, self._session, now, declared)
         return found.rest
-
-    def _check_kinds(self, found: Found, now: dict[str, str]) -> None:
-        """Raises CheckpointError where the state of one class would be loaded into another; nothing is loaded yet."""
-        for role, saved in found.rest.get("kinds", {}).items():
-            if now.get(role, saved) != saved:
-                raise CheckpointError(
-                    f"Checkpoint.resume(): {str(self._folder)}/{found.name} was saved with the {role} {saved}, and "
-                    f"this job has {now[role]}. Continue with {saved}, or start in a separate folder."
-                )
 
     def data_of(self, rest: dict[str, Any], is_shared: bool, join: Callable[[list[Any]], Any] | None = None) -> Any:
         """Returns the position in the data for this worker; raises CheckpointError when it is unknown.
@@ -161,165 +155,170 @@ class Restore:
         if mine is not None:
             put_random(mine["random"], streams=is_same_mesh(rest, self._session))
 
-    def _whole_ones(self) -> Iterator[tuple[Found, bytes]]:
-        """Yields, on worker 0, the checkpoints whose files are intact as far as it reads them, newest first."""
+    def _whole_ones(self) -> Iterator[tuple[str, str]]:
+        """Yields, on worker 0, names and sums of the checkpoints whose files have their lengths, newest first."""
         for path in candidates(self._folder):
             if is_unfinished(path):
                 LOGGER.info("%s is a save that did not finish; it is passed over.", path)
                 continue
             try:
                 check_whole(path)
-                if has_index(path):
-                    yield Found(path.name, 0, index_sum=sum_of_index(path)), b""
-                    continue
-                entry = read_entry(path)
-                found = Found(path.name, entry.world_size)
-                rest = _checked_bytes(entry, "rest.pt")
-                found.model = read_part(entry, "model.pt")
-                found.optimizer = _checked_bytes(entry, "optimizer.pt")
-                yield found, rest
-            except CheckpointError as error:
+                yield path.name, _sum_of(LocalFolder(path).get(INDEX))
+            except (CheckpointError, OSError) as error:
                 _warn_of(self._folder, f"{error}")
 
-    def _read_pieces(self, found: Found) -> list[str]:
-        """Verifies what this worker needs of a checkpoint with an index; returns what is damaged on any worker.
-
-        Where some worker does not see the folder, worker 0 reads for all.
-        """
-        names = states_of(self._model, self._session).elsewhere
-        pieces = Pieces(self._session, self._folder / found.name, self._model, self._optimizer)
-        damage, is_blind = pieces.open(found.index_sum, names)
-        said = [
-            json.loads(f"{text}")
-            for text in self._session.util.all_gather(
-                json.dumps([damage and f"{damage} (worker {self._session.global_rank})", is_blind, pieces.misfits])
-            )
-        ]
-        if (damaged := [text for text, _, _ in said if text]) or not any(is_blind for _, is_blind, _ in said):
-            pieces.misfits = next((texts for _, _, texts in said if texts), [])
-            found.pieces, found.rest, found.world_size = pieces, pieces.rest, int(pieces.rest.get("world_size", 0))
+    def _open(self, found: Found, index_sum: str) -> list[str]:
+        """Verifies what this worker needs; returns what is damaged on any worker."""
+        path = self._folder / found.name
+        text = _index_text(path, index_sum)
+        damage = ""
+        if text:
+            damage = self._read(found, lambda index: SavedTensors(LocalFolder(path), index), text)
+        said = self._said_by_all([damage, not text, found.misfits])
+        damaged = [damage for damage, _, _ in said if damage]
+        found.misfits = next((misfits for _, _, misfits in said if misfits), [])
+        if damaged or not any(is_blind for _, is_blind, _ in said):
             return damaged
-        return self._read_for_others(found, pieces)
+        return self._open_for_others(found, text)
 
-    def _read_for_others(self, found: Found, pieces: Pieces) -> list[str]:
-        """Reads the whole state on worker 0, whose disk alone has it, and the rest on every worker."""
-        problem, refusal, data = "", "", b""
-        if self._is_first:
-            try:
-                found.model, optimizer, rest = pieces.whole()
-                found.optimizer, data = _bytes_of(optimizer), _bytes_of(rest)
-            except ConfigError as error:
-                refusal = f"Checkpoint.resume(): {str(self._folder)}/{found.name}: {error}"
-            except CheckpointError as error:
-                problem = f"{found.name}: {error}"
-        said, refused = json.loads(f"{self._session.util.all_gather(json.dumps([problem, refusal]))[0]}")
-        if refused:
-            raise ConfigError(refused)
-        if said:
-            return [said]
-        found.rest = parse_part(io.BytesIO(self._broadcast(data)), f"{found.name}: run")
-        found.world_size = int(found.rest["world_size"])
-        return []
+    def _open_for_others(self, found: Found, text: bytes) -> list[str]:
+        """Does the same where only worker 0 is sure to see the folder, and sends what the others need."""
+        text = f"{self._said_by_all(text.decode() if self._is_first else '')[0]}".encode()
+        path = self._folder / found.name
+        index = Index.from_json(text, f"{found.name}/{INDEX}")
+        if has_own_states(index):
+            return [f"{found.name}: it holds a state for each worker, and not every worker sees it"]
+        degrees = {**index.job["degrees"], **self._session.axes.degrees}
+        if self._session.whole_states.has_stages or any(degrees.get(axis, 1) > 1 for axis in ("pp", "ep")):
+            raise ConfigError(
+                f"Checkpoint.resume(): {path}: not every worker sees it, and with a pipeline or experts each reads its "
+                "own part. Name a folder that all of them share."
+            )
+        saved = SavedTensors(LocalFolder(path), index) if self._is_first else None
+        group = workers_of(self._session)
+        damage = self._read(found, lambda index: GroupSource(index, f"{path}", group, saved=saved), text)
+        said = self._said_by_all([damage, found.misfits])
+        found.misfits = next((misfits for _, misfits in said if misfits), [])
+        return [damage for damage, _ in said if damage]
 
-    def _load_whole(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._put_model(model, found.model)
-        if isinstance(optimizer, FleetOptimizer) and optimizer.is_part and self._session.host_group is not None:
-            self._put_optimizer(optimizer, self._own_share(found, optimizer))
-            return
-        data = self._broadcast(found.optimizer)
-        self._put_optimizer(optimizer, parse_part(io.BytesIO(data), f"{found.name}: optimizer.pt"))
+    def _read(self, found: Found, source_of: Callable[[Index], SavedTensors | GroupSource], text: bytes) -> str:
+        """Reads the rest and verifies what this worker needs of model and optimizer; returns what is damaged."""
+        try:
+            path = self._folder / found.name
+            check_no_link(path)
+            source = source_of(Index.from_json(text, f"{found.name}/{INDEX}"))
+            self._read_rest(found, source)
+            own = has_own_states(source.index)
+            found.is_mean = own and not is_same_mesh(found.rest, self._session)
+            if found.is_mean:
+                if reason := reason_against_mean(found.name, found.rest):
+                    found.misfits = [reason]
+                    return ""
+                source = MeanOfWorkers(LocalFolder(path), source.index, found.rest["world_size"])
+            found.source = source
+            self._verify(found, source, own and not found.is_mean)
+        except CheckpointError as error:
+            return f"{error}".rstrip(".") + f" (worker {self._session.global_rank})"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{found.name} is damaged ({type(error).__name__}: {error}) (worker {self._session.global_rank})"
+        return ""
 
-    def _own_share(self, found: Found, optimizer: FleetOptimizer) -> Any:
-        """Returns what this worker needs of the whole optimizer state that worker 0 has read; one tensor at a time."""
-        state = parse_part(io.BytesIO(found.optimizer), f"{found.name}: optimizer.pt") if self._is_first else None
-        buffer = io.BytesIO()
-        if self._is_first:
-            torch.save(None if state is None else without_tensors(state), buffer)
-        share = parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), f"{found.name}: optimizer.pt")
-        if share is None:
-            return None
-        rows = json.loads(self._broadcast(json.dumps(tensor_rows(state or {})).encode()))
-        held = optimizer.held(share)
-        for place, key, kind, shape in rows:
-            if state is not None:
-                whole = state["state"][place].pop(key).contiguous()
-            else:
-                whole = torch.empty(shape, dtype=getattr(torch, kind), device="cpu")
-            broadcast_bits(whole, 0, self._session.host_group)
-            if place in held:
-                share["state"].setdefault(place, {})[key] = cut(whole, held[place])
-        return share
+    def _read_rest(self, found: Found, source: SavedTensors | GroupSource) -> None:
+        """Reads what was saved beside model and optimizer; of the random generators, this worker's only."""
+        label = f"{found.name}: run"
+        run = source.index.values["run"]
+        check_form(run, "run", label)
+        mine = predecessor(run, self._session)
+        workers = [
+            worker if worker is mine else {key: value for key, value in worker.items() if key != "random"}
+            for worker in run["workers"]
+        ]
+        encoded = {**run, "workers": workers, "scheduler": source.index.values.get("scheduler")}
+        wanted = Wanted()
+        wanted.add_inside(source, encoded)
+        source.verify_all([wanted])
+        source.fill_all([wanted])
+        found.rest = decode(encoded, wanted.tensor)
+        for worker in found.rest["workers"]:
+            if "random" in worker:
+                check_form(worker["random"], "random", label)
 
-    def _warn_of_mean(self, found: Found, pieces: Pieces) -> None:
-        if pieces.is_mean and not pieces.misfits and self._is_first:
+    def _verify(self, found: Found, source: SavedTensors | GroupSource, own: bool) -> None:
+        """Checks whether model and optimizer fit, and verifies what they need. Raises CheckpointError."""
+        kinds = source.index.values.get(OBJECTS, {})
+        objects = {"model": self._model, "optimizer": self._optimizer}
+        given = {key: one for key, one in objects.items() if one is not None and key in kinds}
+        takers = takers_of(given, self._session, axes_of(self._session), "Checkpoint.resume()", own)
+        for taker in takers:
+            if isinstance(taker, ModelTensors):
+                taker.elsewhere = frozenset(self._elsewhere)
+        found.misfits = misfits_of(takers, source)
+        found.plan = {} if found.misfits else {taker: taker.wanted(source) for taker in takers}
+        source.verify_all(found.plan.values())
+
+    def _put(self, found: Found) -> None:
+        """Loads model and optimizer."""
+        for group in () if self._optimizer is None else self._optimizer.param_groups:
+            group.pop(LR_SCALE, None)  # the checkpoint's counts, and may be absent
+        assert found.source is not None
+        with self._without_word_of_other_workers():
+            found.source.fill_all(found.plan.values())
+            for taker, wanted in found.plan.items():
+                taker.put(found.source, wanted)
+        found.source.close()
+
+    def _check_kinds(self, found: Found, now: dict[str, str]) -> None:
+        """Raises CheckpointError where the state of one class would be loaded into another; nothing is loaded yet."""
+        for role, saved in found.rest.get("kinds", {}).items():
+            if now.get(role, saved) != saved:
+                raise CheckpointError(
+                    f"Checkpoint.resume(): {str(self._folder)}/{found.name} was saved with the {role} {saved}, and "
+                    f"this job has {now[role]}. Continue with {saved}, or start in a separate folder."
+                )
+
+    def _warn_of_mean(self, found: Found) -> None:
+        if found.is_mean and self._is_first:
             warnings.warn(
-                f"Checkpoint.resume(): {found.name} holds a state for each of {found.world_size} workers, and there "
-                f"are {self._session.world_size} now: they continue from the mean of the models and worker 0's "
+                f"Checkpoint.resume(): {found.name} holds a state for each of {found.rest['world_size']} workers, and "
+                f"there are {self._session.world_size} now: they continue from the mean of the models and worker 0's "
                 "optimizer; what the others had not yet sent is lost.",
                 OptionWarning,
                 stacklevel=5,
             )
 
-    def _put_model(self, model: nn.Module, state: dict[str, Any] | None) -> None:
-        """Loads worker 0's ``state`` on every worker, tensor by tensor where it holds only tensors."""
-        if self._session.world_size == 1:
-            put_model(model, self._session, state or {})
-        elif not self._has_values(model, state):
-            states_of(model, self._session).load_from_rank_0(state or {})
-        else:
-            buffer = io.BytesIO()
-            if self._is_first:
-                torch.save(state, buffer)
-            put_model(model, self._session, parse_part(io.BytesIO(self._broadcast(buffer.getvalue())), "model.pt"))
-
-    def _has_values(self, model: nn.Module, state: dict[str, Any] | None) -> bool:
-        """Returns whether some worker's module, or the ``state`` of worker 0, holds more than tensors."""
-        held = [*module_of(model).state_dict().values(), *(state or {}).values()]
-        own = int(not all(isinstance(value, Tensor) for value in held))
-        return any(int(found) for found in self._session.util.all_gather(own))
-
-    def _put_optimizer(self, optimizer: Optimizer | None, state: Any) -> None:
-        if optimizer is None or state is None:
-            return
-        with self._without_word_of_other_workers(optimizer):
-            put_optimizer(optimizer, state)
-
     @contextmanager
-    def _without_word_of_other_workers(self, optimizer: Optimizer | None) -> Iterator[None]:
+    def _without_word_of_other_workers(self) -> Iterator[None]:
         with warnings.catch_warnings():
-            if self._session.world_size > 1 and isinstance(optimizer, FleetOptimizer):
+            if self._session.world_size > 1 and isinstance(self._optimizer, FleetOptimizer):
                 # dgc would repeat for one worker's state what _warn_of_mean has said about all.
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
             yield
 
-    def _broadcast(self, data: bytes) -> bytes:
-        """Returns worker 0's ``data`` on every worker."""
-        group = self._session.host_group
-        if group is None:
-            return data
-        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        dist.broadcast(size, src=0, group=group)
-        whole = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        if self._is_first and data:
-            whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        for begin in range(0, int(size), _BLOCK_BYTES):
-            dist.broadcast(whole[begin : begin + _BLOCK_BYTES], src=0, group=group)
-        return data if self._is_first else whole.numpy().tobytes()
+    def _said_by_all(self, content: Any) -> list[Any]:
+        """Returns the ``content`` of every worker; a collective call."""
+        return [json.loads(f"{text}") for text in self._session.util.all_gather(json.dumps(content))]
 
 
-def _bytes_of(obj: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
+def workers_of(session: Session) -> StateGroup:
+    """Returns all workers of a job, which send tensors to one another from host to host."""
+    return StateGroup(range(session.world_size), session.host_group, torch.device("cpu"))
 
 
-def _checked_bytes(entry: Entry, name: str) -> bytes:
-    """Returns the bytes of one file after checking what it holds. Raises CheckpointError."""
-    with open_part(entry, name) as file:
-        data = file.read()
-    label = f"{entry.path.name}: {name}"
-    check_form(parse_part(io.BytesIO(data), label), name, label)
-    return data
+def _index_text(path: Path, wanted: str) -> bytes:
+    """Returns the index of the checkpoint at ``path`` once its sum is ``wanted``; nothing if that does not happen."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while True:
+        with suppress(OSError):
+            text = LocalFolder(path).get(INDEX)
+            if _sum_of(text) == wanted:
+                return text
+        if time.monotonic() > deadline:
+            return b""
+        time.sleep(_POLL_S)
+
+
+def _sum_of(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
 
 
 def _warn_of(folder: Path, problem: str) -> None:

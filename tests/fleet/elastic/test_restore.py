@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fleet.elastic._folder import Part, sum_of
-from fleet.elastic._torch_files import write_manifest
+from fleet.checkpoint.index import _sum_of
 from fleet.errors import CheckpointError
 from tests.fleet.elastic.training import Training
 from tests.helpers.workers import run_workers
@@ -24,49 +22,46 @@ def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-def rewrite(path: Path, name: str, content: Any) -> None:
-    """Puts ``content`` into the file ``name`` of the checkpoint at ``path``, with the sums that fit it."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").unlink()
-    if name == "manifest.json":
-        manifest.update(content)
-    else:
-        torch.save(content, path / name)
-        data = (path / name).read_bytes()
-        manifest["parts"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    parts = {part: Part(at["bytes"], at["sha256"]) for part, at in manifest["parts"].items()}
-    values = {k: v for k, v in manifest.items() if k not in ("format", "version", "parts", "sha256")}
-    write_manifest(path, values, parts)
+def rewrite(path: Path, changes: dict[str, Any]) -> None:
+    """Changes values of the checkpoint at ``path``, by their place in the index, with the sum that fits."""
+    content = json.loads((path / "index.json").read_text())
+    content.pop("sha256")
+    for place, value in changes.items():
+        *above, last = place.split(":")
+        found = content
+        for key in above:
+            found = found[int(key) if isinstance(found, list) else key]
+        if value is None:
+            del found[last]
+        else:
+            found[last] = value
+    (path / "index.json").write_text(json.dumps({**content, "sha256": _sum_of(content)}))
 
 
-SGD = {"state": {}, "param_groups": [{"params": [0]}]}
-WRONG_FORMS: dict[str, tuple[str, Any, str]] = {
-    "model": ("model.pt", [1, 2], "model.pt holds a value of type list, where type dict is required"),
-    "optimizer": ("optimizer.pt", {**SGD, "state": 5}, r"optimizer.pt holds a value of type int at \['state'\]"),
-    "entry": ("optimizer.pt", {**SGD, "state": {0: 5}}, r"optimizer.pt holds a value of type int at \['state'\]\[0\]"),
-    "group": ("optimizer.pt", {**SGD, "param_groups": "x"}, r"optimizer.pt .* type str at \['param_groups'\], .* list"),
-    "no group": ("optimizer.pt", {**SGD, "param_groups": []}, r"optimizer.pt holds nothing at \['param_groups'\]"),
-    "rest": ("rest.pt", {"epoch": True}, r"rest.pt holds a value of type bool at \['epoch'\]"),
-    "workers": ("rest.pt", {"epoch": 1}, r"rest.pt lacks \['step'\]"),
-    "manifest": (
-        "manifest.json",
-        {"world_size": "two"},
-        r"manifest.json holds a value of type str at \['world_size'\]",
-    ),
+GROUPS = "values:optimizer/groups@0"
+WRONG_FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "groups": ({GROUPS: 5}, "step-0000000003 is damaged .TypeError"),
+    "group": ({GROUPS: ["x"]}, "step-0000000003 is damaged .TypeError"),
+    "epoch": ({"values:run:epoch": True}, r"step-0000000003: run holds a value of type bool at \['epoch'\]"),
+    "step": ({"values:run:step": None}, r"step-0000000003: run lacks \['step'\]"),
+    "workers": ({"values:run:workers": []}, r"step-0000000003: run holds nothing at \['workers'\]"),
+    "random": ({"values:run:workers:0:random:python": "x"}, r"run holds a value of type str at \['python'\], .* list"),
+    "no run": ({"values:run": None}, "step-0000000003 is damaged .KeyError"),
+    "files": ({"files": "two"}, r"index.json is damaged .AttributeError"),
 }
 
 
 def resume_misshapen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Returns, by what is wrong with the newest checkpoint, what was resumed and what worker 0 warned of."""
-    own = folder if rank == 0 else f"{folder}/of worker {rank}"  # so that worker 0 writes files of torch.save
+    own = folder if rank == 0 else f"{folder}/of worker {rank}"  # so that worker 0 writes and reads for both
     training = Training(f"{own}/right")
     wanted = training.run(1, stop_at=2).numbers()
     training.run(1, stop_at=3)
     found: dict[str, Any] = {}
-    for how, (name, content, _) in WRONG_FORMS.items():
+    for how, (changes, _) in WRONG_FORMS.items():
         if rank == 0:
             shutil.copytree(f"{folder}/right", f"{folder}/{how}")
-            rewrite(Path(folder, how, "step-0000000003"), name, content)
+            rewrite(Path(folder, how, "step-0000000003"), changes)
         again = Training(f"{own}/{how}")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -78,9 +73,9 @@ def resume_misshapen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_a_checkpoint_that_is_built_wrongly_is_left_aside_by_all_workers(tmp_path: Path) -> None:
     """Its sums are right; an AttributeError on worker 0 left the others in a broadcast that nobody ended."""
     for rank, found in enumerate(run_workers(resume_misshapen, 2, str(tmp_path), backend=None)):
-        for how, (_, _, match) in WRONG_FORMS.items():
+        for how, (_, match) in WRONG_FORMS.items():
             assert found[how][0] == (True, 2, True), how
-            assert rank or re.search(f"step-0000000003: {match}", found[how][1]), found[how][1]
+            assert rank or re.search(match, found[how][1]), found[how][1]
 
 
 def save_parts(rank: int, world_size: int, folder: str) -> None:
@@ -106,13 +101,9 @@ def resume_parts(rank: int, world_size: int, folder: str) -> Any:
 def test_a_worker_part_that_is_built_wrongly_is_met_by_all_workers_alike(tmp_path: Path) -> None:
     """As many workers, and another number, take the checkpoint before it."""
     run_workers(save_parts, 2, str(tmp_path), backend=None)
-    path = tmp_path / "step-0000000002" / "index.json"
-    content = json.loads(path.read_text())
-    content.pop("sha256")
-    content["values"]["@1/optimizer/groups@0"] = 5
-    (piece,) = content["tensors"]["@1/model/0.weight"]["pieces"]
-    content["files"][piece[0]]["crc32"][0] ^= 1
-    path.write_text(json.dumps({**content, "sha256": sum_of(content)}))
+    path = tmp_path / "step-0000000002"
+    (piece,) = json.loads((path / "index.json").read_text())["tensors"]["@1/model/0.weight"]["pieces"]
+    rewrite(path, {"values:@1/optimizer/groups@0": 5, f"files:{piece[0]}:crc32": [0]})
     assert run_workers(resume_parts, 2, str(tmp_path), backend=None) == [1, 1]
     assert run_workers(resume_parts, 3, str(tmp_path), backend=None) == [1, 1, 1]
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 import fleet
-from fleet.elastic._folder import Part, read_entry
-from fleet.elastic._torch_files import parse_part, write_manifest
 from fleet.errors import CheckpointError
 from fleet.ps.files.archive import check_archive, check_parts
 
@@ -31,7 +29,6 @@ def packed(path: Path, pack: int = zipfile.ZIP_DEFLATED) -> Path:
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": fleet.load,
     "load without sums": lambda path: fleet.load(path, check_sums=False),
-    "elastic": lambda path: parse_part(io.BytesIO(path.read_bytes()), "step-1: model.pt"),
 }
 
 
@@ -63,25 +60,6 @@ def test_what_is_no_archive_is_left_to_torch(tmp_path: Path) -> None:
     path.write_bytes(packed(tmp_path / "plain").read_bytes()[40:])
     with pytest.raises(CheckpointError):
         fleet.load(path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"sha256": ' + "1" * 5000 + "}"])
-def test_a_manifest_that_is_something_else(text: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
-        read_entry(tmp_path)
-
-
-def test_a_manifest_is_no_link(tmp_path: Path) -> None:
-    folder = tmp_path / "step-0000000001"
-    folder.mkdir()
-    values = {"step": 1, "epoch": 0, "world_size": 1, "has_worker_parts": False}
-    write_manifest(folder, values, dict[str, Part]())
-    assert read_entry(folder).step == 1
-    (folder / "manifest.json").rename(tmp_path / "outside")
-    (folder / "manifest.json").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match="manifest.json"):
-        read_entry(folder)
 
 
 def test_parts_that_changed_are_named(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fleet.checkpoint.items import SavedTensors
 from fleet.checkpoint.loading import load
 from fleet.checkpoint.writer import own_writer
 from fleet.elastic._around import hooks
-from fleet.elastic._pieces import Pieces
 from fleet.errors import CheckpointError, ConfigError
 from tests.fleet.elastic.training import Training
 from tests.helpers.fleets import own_fleet
@@ -45,7 +44,7 @@ def formats(folder: Path) -> dict[str, str]:
     """The checkpoints in a folder, and the file that makes each complete."""
     found = {}
     for path in sorted(folder.glob("step-*")):
-        names = {file.name for file in path.iterdir()} & {"index.json", "manifest.json"}
+        names = {file.name for file in path.iterdir()} & {"index.json"}
         found[path.name.lstrip("step-0")] = " ".join(names)
     return found
 
@@ -281,28 +280,20 @@ def test_a_fault_of_the_process_that_writes_counts_over_its_saves(tmp_path: Path
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_of_older_files_goes_on_with_an_index(tmp_path: Path) -> None:
-    """Both stand in one folder, and either may be the newest that is whole."""
-    old = Training(tmp_path)
-    old.checkpoint._is_shared = False  # what a worker that does not see the folder makes of it
-    wanted = old.run(1, stop_at=3).numbers()
-    assert formats(tmp_path) == {"3": "manifest.json"}
+def test_a_damaged_index_is_named_once_and_stays(tmp_path: Path) -> None:
+    wanted = Training(tmp_path).run(1, stop_at=3).numbers()
     again = Training(tmp_path, keep=2)
     assert again.checkpoint.resume()
     assert equal(again.numbers(), wanted)
-    newer = again.run(1, stop_at=5).numbers()
-    assert formats(tmp_path) == {"3": "manifest.json", "5": "index.json"}
-    third = Training(tmp_path, keep=2)
-    assert third.checkpoint.resume()
-    assert equal(third.numbers(), newer)
+    again.run(1, stop_at=5)
     (tmp_path / "step-0000000005" / "index.json").write_text("{}")
-    fourth = Training(tmp_path, keep=1)
+    third = Training(tmp_path, keep=1)
     path = re.escape(str(tmp_path))
     told = rf"resume\(\): {path}/step-0000000005/index\.json is damaged .*[^.]\. It is skipped"
     with pytest.warns(UserWarning, match=told):
-        assert fourth.checkpoint.resume()
-    assert equal(fourth.numbers(), wanted)
-    fourth.run(1, stop_at=4)
+        assert third.checkpoint.resume()
+    assert equal(third.numbers(), wanted)
+    third.run(1, stop_at=4)
     assert formats(tmp_path) == {"4": "index.json", "5": "index.json"}  # what is damaged stays for inspection
 
 
@@ -343,4 +334,4 @@ def test_what_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     assert formats(tmp_path) == {}
     del training.checkpoint.extra["when"]
     training.checkpoint.save()
-    assert Pieces(training.checkpoint._session, tmp_path / "none", training.model, None).rest == {}
+    assert formats(tmp_path) == {"0": "index.json"}
