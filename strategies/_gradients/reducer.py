@@ -53,7 +53,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._last_bucket_bytes = last_bucket_bytes
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._started: list[_Sent] = []
+        self._started: list[_Bucket] = []
         self._buckets: list[_Bucket] = []
         self._next = 0
 
@@ -122,8 +122,8 @@ class GradientReducer:
                 trained = [p for p in tensors if p.requires_grad]
                 self._check_used(trained, names)
                 self._start(_Bucket(0, trained))
-            for sent in self._started:
-                sent.finish()
+            for bucket in self._started:
+                bucket.finish()
         self._started, self._buckets = [], []
         for parameter, gradient in self._kept.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -143,7 +143,8 @@ class GradientReducer:
 
     def _start(self, bucket: _Bucket) -> None:
         if bucket.parameters and self.exchange is not None:
-            self._started.append(_Sent(bucket.parameters, self.exchange, len(self._started), self._finds_unused))
+            bucket.send(self.exchange, len(self._started), self._finds_unused)
+            self._started.append(bucket)
 
     def _check_used(self, parameters: Sequence[Any], names: Callable[[], dict[Any, str]]) -> None:
         unused = [] if self._finds_unused else [p for p in parameters if p.grad is None]
@@ -179,22 +180,17 @@ class _Bucket:
     """Parameters whose gradients travel together."""
 
     def __init__(self, chunk: int, parameters: Sequence[Any]) -> None:
-        self.chunk, self.parameters = chunk, list(parameters)
+        self.chunk = chunk
+        self.parameters = list(parameters)
         self.waiting = set(self.parameters)
 
-
-class _Sent:
-    """Gradients on the wire; with ``finds_unused``, the header of their bucket says who has one for each parameter."""
-
     @torch.no_grad()
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], exchange: GradientExchange, number: int, finds_unused: bool
-    ) -> None:
-        self._parameters = parameters
-        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    def send(self, exchange: GradientExchange, number: int, finds_unused: bool) -> None:
+        """Starts the exchange; with ``finds_unused``, the header says for each parameter who has a gradient."""
+        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         first = self._gradients[0]
         # Made on the host: a worker whose parameters are all unused must not look at the device twice.
-        flags = [p.grad is not None for p in parameters] if finds_unused else []
+        flags = [p.grad is not None for p in self.parameters] if finds_unused else []
         header = [torch.tensor(flags, dtype=first.dtype).to(first.device)] if flags else []
         flat = flattened([*self._gradients, *header])
         with exchange.named(flat, number):
@@ -204,10 +200,9 @@ class _Sent:
     def finish(self) -> None:
         """Waits, and puts the gradients into place."""
         self._sent.future.wait()
-        size = sum(gradient.numel() for gradient in self._gradients)
-        bucket = self._sent.received()
-        used = bucket[size:].tolist() or [1] * len(self._parameters)
-        copy_back(bucket[:size], self._gradients)
-        for parameter, gradient, count in zip(self._parameters, self._gradients, used, strict=True):
+        flat, size = self._sent.received(), sum(gradient.numel() for gradient in self._gradients)
+        used = flat[size:].tolist() or [1] * len(self.parameters)
+        copy_back(flat[:size], self._gradients)
+        for parameter, gradient, count in zip(self.parameters, self._gradients, used, strict=True):
             if count and parameter.grad is None:
                 parameter.grad = gradient
