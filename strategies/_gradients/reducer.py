@@ -53,8 +53,8 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._last_bucket_bytes = last_bucket_bytes
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._started: list[_Bucket] = []
-        self._buckets: list[_Bucket] = []
+        self._started: list[Bucket] = []
+        self._buckets: list[Bucket] = []
         self._next = 0
 
     def __deepcopy__(self, memo: Any) -> GradientReducer:
@@ -74,7 +74,7 @@ class GradientReducer:
         late = {p for bucket in self._late for p in bucket}
         # Backward makes the gradients of the last chunk complete first, and in it those of the last layers.
         self._buckets = [
-            _Bucket(chunk, tensors)
+            Bucket(tensors, chunk)
             for chunk in reversed(range(len(self._by_chunk)))
             for tensors in self._planned(
                 [p for p in reversed(self._by_chunk[chunk]) if p.requires_grad and p not in late]
@@ -121,7 +121,7 @@ class GradientReducer:
             for tensors in self._late:
                 trained = [p for p in tensors if p.requires_grad]
                 self._check_used(trained, names)
-                self._start(_Bucket(0, trained))
+                self._start(Bucket(trained))
             for bucket in self._started:
                 bucket.finish()
         self._started, self._buckets = [], []
@@ -129,7 +129,7 @@ class GradientReducer:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._kept = {}
 
-    def _arrived(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _arrived(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             bucket.waiting.discard(parameter)
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
@@ -141,7 +141,7 @@ class GradientReducer:
         self._next += 1
         self._start(self._buckets[self._next - 1])
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         if bucket.parameters and self.exchange is not None:
             bucket.send(self.exchange, len(self._started), self._finds_unused)
             self._started.append(bucket)
@@ -176,10 +176,10 @@ def overlapped_buckets(tensors: Sequence[Tensor], full_bytes: float, last_bytes:
     return [*chunks(tensors[:kept], limit), *chunks(tensors[kept:], full_bytes)]
 
 
-class _Bucket:
-    """Parameters whose gradients travel together."""
+class Bucket:
+    """Parameters whose gradients travel together; those of ``chunk`` become complete in its last backward pass."""
 
-    def __init__(self, chunk: int, parameters: Sequence[Any]) -> None:
+    def __init__(self, parameters: Sequence[Any], chunk: int = 0) -> None:
         self.chunk = chunk
         self.parameters = list(parameters)
         self.waiting = set(self.parameters)
