@@ -102,12 +102,12 @@ class DataParallelJob(JobKind):
             shares=bool(sharing),
         )
         self._wrapped.add(wrapped)
-        if session.options["gradient_scale_configs"].scale_strategy != "avg":
-            exchange_of(wrapped).change(divisor=1)
-            SummedOnce(passes_of(wrapped), copies.size())
-        elif session.axes.data_replicas != copies.size():  # see [Note: Who holds what]
-            exchange_of(wrapped).change(divisor=session.axes.data_replicas)
-            SummedOnce(passes_of(wrapped), copies.size() // session.axes.data_replicas)
+        averages = session.options["gradient_scale_configs"].scale_strategy == "avg"
+        divisor = session.axes.data_replicas if averages else 1  # see [Note: Who holds what]
+        if divisor != copies.size():
+            exchange_of(wrapped).divisor = divisor
+            exchange_of(wrapped).use()
+            SummedOnce(passes_of(wrapped), copies.size() // divisor)
         return wrapped
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:

@@ -16,6 +16,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._gradients.flat import copy_back, flattened
 from fleet.strategies._gradients.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
@@ -93,9 +94,8 @@ class Dgc(Strategy):
         module = data_parallel_in(model)
         if module is not None:
             exchange, passes = exchange_of(module), passes_of(model)
-            exchange.change(
-                route=lambda bucket: exchange_bucket(bucket, exchange, self.compressors), strategy=self.name
-            )
+            exchange.route = lambda bucket: exchange_bucket(bucket, exchange, self.compressors)
+            exchange.use(self.name)
 
             def check() -> None:
                 for compressor in self.compressors:
@@ -233,9 +233,9 @@ def exchange_bucket(
     waiting: list[Any] = []
     finish: list[Callable[[], None]] = []
     if dense:
-        flat = torch.cat([g.flatten() for g in dense])
+        flat = flattened(dense)
         waiting.append(dist.all_reduce(flat, group=group, async_op=True).get_future())
-        finish.append(lambda: _unflatten(flat, dense))
+        finish.append(lambda: copy_back(flat, dense))
     if sparse:
         chosen = [owners[p].select(p, g) for p, g in sparse]
         index, value = (torch.cat(parts) for parts in zip(*chosen, strict=True))
@@ -262,11 +262,6 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: Any) -> Any:
     # torch 2.13 renamed the call.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(gathered, own, group=group, async_op=True)
-
-
-def _unflatten(flat: Tensor, gradients: list[Tensor]) -> None:
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 def _add_up(indices: Tensor, values: Tensor, counts: list[int], gradients: list[Tensor], num_workers: int) -> None:

@@ -51,5 +51,6 @@ class Fp16Allreduce(Strategy):
         """Returns ``model`` with its exchange in the narrow type."""
         exchange = exchange_in(model)
         if exchange is not None:
-            exchange.change(wire_dtype=getattr(torch, self.config.dtype), strategy=self.name)
+            exchange.wire_dtype = getattr(torch, self.config.dtype)
+            exchange.use(self.name)
         return model

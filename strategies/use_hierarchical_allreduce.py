@@ -68,7 +68,8 @@ class UseHierarchicalAllreduce(Strategy):
         exchange = exchange_in(model)
         if exchange is not None and 1 < size < self.session.world_size:
             levels = TwoLevels(axes.ranks(*COPY_AXES), axes.all_ranks(*COPY_AXES), size)
-            exchange.change(sum=levels.sum, strategy=self.name)
+            exchange.sum = levels.sum
+            exchange.use(self.name)
         return model
 
 

@@ -28,9 +28,8 @@ from fleet.job.axes import COPY_AXES, Axes
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
-from fleet.strategies.sharding.part_optimizer import check_any_stage, check_divided
 from fleet.strategies.sharding.sharding import stage_of
-from fleet.strategies.sharding.units import check_divisible, find_anchors, plan_units
+from fleet.strategies.sharding.units import check_any_stage, check_divided, check_divisible, find_anchors, plan_units
 
 _MIB = 1024 * 1024
 

@@ -57,7 +57,7 @@ class StepWatch:
             self.times.watch_model(model)
         module = data_parallel_in(model._chain)
         if self._profiler is not None and module is not None:
-            exchange_of(module).name_buckets()
+            exchange_of(module).use()  # so that each bucket has its number and strategy
 
     def before_forward(self, step: int) -> None:
         """Called before each forward, after ``step`` steps."""

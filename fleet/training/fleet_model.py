@@ -174,7 +174,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
     def exchanged_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose gradients data parallel makes equal on all workers."""
-        reducer = data_parallel_in(self._chain)
+        reducer = self._passes.reducer
         if reducer is None:
             return []
         return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]

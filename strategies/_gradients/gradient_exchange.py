@@ -93,25 +93,9 @@ class GradientExchange:
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copied model makes an exchange of its own, or has none."""
 
-    def change(
-        self,
-        *,
-        divisor: float | None = None,
-        wire_dtype: torch.dtype | None = None,
-        sum: Sum | None = None,
-        route: Route | None = None,
-        strategy: str = "",
-    ) -> None:
-        """Sets the given fields for ``strategy``."""
+    def use(self, strategy: str = "") -> None:
+        """Makes buckets go through this exchange, whose fields ``strategy`` has set."""
         self.names += [strategy] if strategy else []
-        if divisor is not None:
-            self.divisor = divisor
-        if wire_dtype is not None:
-            self.wire_dtype = wire_dtype
-        if sum is not None:
-            self.sum = sum
-        if route is not None:
-            self.route = route
 
     def named(self, gradients: Tensor, number: int) -> Any:
         """Returns the context in which profilers show the exchange of bucket ``number``."""
@@ -155,21 +139,17 @@ class HookedExchange(GradientExchange):
         """The workers of the module, which lets go of them when the job ends."""
         return self._module.process_group
 
-    def change(self, **fields: Any) -> None:
-        """Sets the given fields and makes sure that the hook is registered."""
-        super().change(**fields)
-        self.name_buckets()
+    def use(self, strategy: str = "") -> None:
+        """Registers the hook, unless it is."""
+        super().use(strategy)
+        if not self.registered:
+            self.register()
 
     def register(self) -> None:
         """Puts the hook into the module's reducer, which has none."""
         # Without annotations: torch compares them as types, and here they are text.
         self._module.register_comm_hook(None, lambda state, bucket: self._exchanged(bucket))
         self.registered = True
-
-    def name_buckets(self) -> None:
-        """Makes profilers show each bucket under its number and strategy: exchanges through the hook of this class."""
-        if not self.registered:
-            self.register()
 
     def _exchanged(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         with self.named(bucket.buffer(), bucket.index()):

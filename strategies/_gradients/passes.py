@@ -75,6 +75,7 @@ class Passes:
         gates: a pass exchanges when one of them returns True, or when there is none.
         ends: called when a pass has ended.
         checks: called before a pass that exchanges; they may raise.
+        reducer: the data-parallel module, if there is one.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
         everyone: returns the parameters of all models that may share a graph with this one.
     """
@@ -89,7 +90,7 @@ class Passes:
         self.running = False
         self.begun = self.exchanged = 0
         self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
-        self._reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
+        self.reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
@@ -102,7 +103,7 @@ class Passes:
             return chain(*args, **kwargs)
         if self.running and torch._C._current_graph_task_id() == -1:
             self.running = False  # a pass that failed has no end
-        exchanging, reducer = self._exchanging, self._reducer
+        exchanging, reducer = self._exchanging, self.reducer
         made = Forward(exchanges=exchanging is not None and exchanging.require_backward_grad_sync)
         if reducer is None:
             return self._watched(chain(*args, **kwargs), made)
@@ -143,7 +144,7 @@ class Passes:
         if self._exchanging is None and not self.starts:
             self.begun += 1
             return  # nothing waits for the first gradient of the pass, and nothing for its end
-        made, reducer = made or self._latest, self._reducer
+        made, reducer = made or self._latest, self.reducer
         if reducer is not None and reducer._delay_all_reduce_all_params:
             reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
         elif made.exchanges and (not self.gates or any(gate() for gate in self.gates)):
@@ -162,14 +163,14 @@ class Passes:
         for check in self.checks:
             check()
         self.tell(exchanges=True)
-        if self._reducer is not None:
+        if self.reducer is not None:
             if not self._prepared:
-                self._prepare(self._reducer, made)
+                self._prepare(self.reducer, made)
             self._prepared = True
 
     def tell(self, *, exchanges: bool) -> None:
         """Tells a divided model whether this pass exchanges, where more than ``no_sync()`` decides."""
-        if self.gates and self._reducer is None:
+        if self.gates and self.reducer is None:
             self._exchanging.set_exchanges(exchanges)
 
     def _end(self) -> None:
@@ -177,7 +178,7 @@ class Passes:
         self.exchanged += exchanged or bool(getattr(self._exchanging, "exchanges", False))
         for end in self.ends:
             end()
-        if exchanged and self._reducer is not None and self._reducer.gradient_as_bucket_view:
+        if exchanged and self.reducer is not None and self.reducer.gradient_as_bucket_view:
             # torch's own callback, which ends the exchange, is queued later than this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._note_places)
 
@@ -223,7 +224,7 @@ class Passes:
                 tensor._backward_hooks = OrderedDict([(_MARK, arrive)])
                 node._register_hook_dict(tensor)
         self._latest = made
-        if self._reducer is not None and self._reducer.find_unused_parameters:
+        if self.reducer is not None and self.reducer.find_unused_parameters:
             self._searched = [*self._searched[-1:], (made, tensors)]
         return output
 

@@ -53,8 +53,8 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._last_bucket_bytes = last_bucket_bytes
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._started: list[_Sent] = []
-        self._buckets: list[_Bucket] = []
+        self._started: list[Bucket] = []
+        self._buckets: list[Bucket] = []
         self._next = 0
 
     def __deepcopy__(self, memo: Any) -> GradientReducer:
@@ -74,7 +74,7 @@ class GradientReducer:
         late = {p for bucket in self._late for p in bucket}
         # Backward makes the gradients of the last chunk complete first, and in it those of the last layers.
         self._buckets = [
-            _Bucket(chunk, tensors)
+            Bucket(tensors, chunk)
             for chunk in reversed(range(len(self._by_chunk)))
             for tensors in self._planned(
                 [p for p in reversed(self._by_chunk[chunk]) if p.requires_grad and p not in late]
@@ -121,15 +121,15 @@ class GradientReducer:
             for tensors in self._late:
                 trained = [p for p in tensors if p.requires_grad]
                 self._check_used(trained, names)
-                self._start(_Bucket(0, trained))
-            for sent in self._started:
-                sent.finish()
+                self._start(Bucket(trained))
+            for bucket in self._started:
+                bucket.finish()
         self._started, self._buckets = [], []
         for parameter, gradient in self._kept.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._kept = {}
 
-    def _arrived(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _arrived(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             bucket.waiting.discard(parameter)
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
@@ -141,9 +141,10 @@ class GradientReducer:
         self._next += 1
         self._start(self._buckets[self._next - 1])
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         if bucket.parameters and self.exchange is not None:
-            self._started.append(_Sent(bucket.parameters, self.exchange, len(self._started), self._finds_unused))
+            bucket.send(self.exchange, len(self._started), self._finds_unused)
+            self._started.append(bucket)
 
     def _check_used(self, parameters: Sequence[Any], names: Callable[[], dict[Any, str]]) -> None:
         unused = [] if self._finds_unused else [p for p in parameters if p.grad is None]
@@ -175,26 +176,21 @@ def overlapped_buckets(tensors: Sequence[Tensor], full_bytes: float, last_bytes:
     return [*chunks(tensors[:kept], limit), *chunks(tensors[kept:], full_bytes)]
 
 
-class _Bucket:
-    """Parameters whose gradients travel together."""
+class Bucket:
+    """Parameters whose gradients travel together; those of ``chunk`` become complete in its last backward pass."""
 
-    def __init__(self, chunk: int, parameters: Sequence[Any]) -> None:
-        self.chunk, self.parameters = chunk, list(parameters)
+    def __init__(self, parameters: Sequence[Any], chunk: int = 0) -> None:
+        self.chunk = chunk
+        self.parameters = list(parameters)
         self.waiting = set(self.parameters)
 
-
-class _Sent:
-    """Gradients on the wire; with ``finds_unused``, the header of their bucket says who has one for each parameter."""
-
     @torch.no_grad()
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], exchange: GradientExchange, number: int, finds_unused: bool
-    ) -> None:
-        self._parameters = parameters
-        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    def send(self, exchange: GradientExchange, number: int, finds_unused: bool) -> None:
+        """Starts the exchange; with ``finds_unused``, the header says for each parameter who has a gradient."""
+        self._gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         first = self._gradients[0]
         # Made on the host: a worker whose parameters are all unused must not look at the device twice.
-        flags = [p.grad is not None for p in parameters] if finds_unused else []
+        flags = [p.grad is not None for p in self.parameters] if finds_unused else []
         header = [torch.tensor(flags, dtype=first.dtype).to(first.device)] if flags else []
         flat = flattened([*self._gradients, *header])
         with exchange.named(flat, number):
@@ -204,10 +200,9 @@ class _Sent:
     def finish(self) -> None:
         """Waits, and puts the gradients into place."""
         self._sent.future.wait()
-        size = sum(gradient.numel() for gradient in self._gradients)
-        bucket = self._sent.received()
-        used = bucket[size:].tolist() or [1] * len(self._parameters)
-        copy_back(bucket[:size], self._gradients)
-        for parameter, gradient, count in zip(self._parameters, self._gradients, used, strict=True):
+        flat, size = self._sent.received(), sum(gradient.numel() for gradient in self._gradients)
+        used = flat[size:].tolist() or [1] * len(self.parameters)
+        copy_back(flat[:size], self._gradients)
+        for parameter, gradient, count in zip(self.parameters, self._gradients, used, strict=True):
             if count and parameter.grad is None:
                 parameter.grad = gradient

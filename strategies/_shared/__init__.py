@@ -1,1 +1,1 @@
-"""What more than one strategy runs on: exchange, windows, state by parts, meshes, update rules."""
+"""What more than one strategy runs on: state by parts, meshes, update rules."""

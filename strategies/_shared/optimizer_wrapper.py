@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
+
+
+def _inside(name: str, meaning: str) -> Any:
+    """Returns the attribute ``name`` of the optimizer inside, as a property."""
+
+    def write(self: OptimizerWrapper, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    def delete(self: OptimizerWrapper) -> None:
+        delattr(self.optimizer, name)
+
+    return property(attrgetter(f"optimizer.{name}"), write, delete, meaning)
 
 
 class OptimizerWrapper(Optimizer):
@@ -21,64 +34,17 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ would build parameter groups and state of its own.
         self.optimizer = optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer inside."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The state of the optimizer inside."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The defaults of the optimizer inside."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    param_groups: Any = _inside("param_groups", "The parameter groups of the optimizer inside.")
+    state: Any = _inside("state", "The state of the optimizer inside.")
+    defaults: Any = _inside("defaults", "The defaults of the optimizer inside.")
+    grad_scale: Any = _inside("grad_scale", "The scale that a GradScaler has left in the gradients.")
+    found_inf: Any = _inside("found_inf", "Whether a GradScaler has found an inf or nan.")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # A GradScaler asks. Yes only where amp waits in the chain: other wrappers know nothing of scaled gradients, so
         # the scaler unscales them itself, whatever the user's optimizer (fused, for one) could do.
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer._step_supports_amp_scaling
-
-    @property
-    def grad_scale(self) -> Any:
-        """What a GradScaler tells the optimizer inside before it steps it."""
-        return self.optimizer.grad_scale  # type: ignore[attr-defined]
-
-    @grad_scale.setter
-    def grad_scale(self, value: Any) -> None:
-        self.optimizer.grad_scale = value  # type: ignore[attr-defined]
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        del self.optimizer.grad_scale  # type: ignore[attr-defined]
-
-    @property
-    def found_inf(self) -> Any:
-        """What a GradScaler tells the optimizer inside before it steps it."""
-        return self.optimizer.found_inf  # type: ignore[attr-defined]
-
-    @found_inf.setter
-    def found_inf(self, value: Any) -> None:
-        self.optimizer.found_inf = value  # type: ignore[attr-defined]
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        del self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def check_scaler(self) -> None:
         """Raises UnsupportedOptionError where an explicit GradScaler cannot unscale all gradients of a step."""

@@ -17,11 +17,10 @@ from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, W
 from fleet.strategies._gradients.gradient_exchange import exchange_in
 from fleet.strategies._shared.casts import narrow_type
 from fleet.strategies._shared.parts import is_part
-from fleet.strategies.amp.amp_model import AmpModel, guard
-from fleet.strategies.amp.amp_optimizer import AmpOptimizer
+from fleet.strategies.amp.amp_model import AmpModel, Region, TreatedForward, Treatment, guard
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer, LossScale
 from fleet.strategies.amp.backward_signal import Signal
-from fleet.strategies.amp.loss_scale import LossScale
-from fleet.strategies.amp.policy import Region, TreatedForward, Treatment, check_stages, has_guard, plan_treatments
+from fleet.strategies.amp.policy import check_stages, has_guard, plan_treatments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +122,8 @@ class Amp(Strategy):
         self.dtype = narrow_type(config, session.device.type)
         self.region = Region(session.device.type, self.dtype)
         self.scale = LossScale(config, enabled=self.dtype == torch.float16)
-        self._signal = Signal(self.scale, self._after_backward) if self.scale.in_use else None
         self._optimizers: list[AmpOptimizer] = []
+        self._signal = Signal(self.scale, self._optimizers) if self.scale.in_use else None
         self._plans: dict[nn.Module, tuple[dict[str, Treatment], bool]] = {}
 
     @classmethod
@@ -257,10 +256,6 @@ class Amp(Strategy):
         found = module.__dict__.get(_TREATED)
         if not isinstance(found, TreatedForward) or found.region is not self.region:
             module.__dict__["forward"] = module.__dict__[_TREATED] = TreatedForward(module, treatment, self.region)
-
-    def _after_backward(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.note_backward()
 
 
 def user_module(chain: nn.Module) -> nn.Module:

@@ -1,18 +1,161 @@
-"""AmpModel: the wrapped model under autocast, and the border at which types and the backward signal change."""
+"""AmpModel: the wrapped model under autocast, its treated modules, and the border of types and of the backward signal.
+
+Which module is treated how is in ``policy.py``.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.casts import cast_floating, map_tensors
+from fleet.strategies._shared.casts import cast_floating, cast_tensor, map_tensors, nested_tensors
+from fleet.strategies.amp.amp_optimizer import LossScale
 from fleet.strategies.amp.backward_signal import Signal, enter_model, leave_model
-from fleet.strategies.amp.loss_scale import LossScale
-from fleet.strategies.amp.policy import Region, Treatment, run_treated
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """What happens around the forward of one module; ``None`` leaves as is.
+
+    Attributes:
+        autocast: whether torch.autocast is on inside.
+        inputs: type of the floating inputs.
+        parameters: type of the module's own parameters (not of its submodules').
+        outputs: type of the floating outputs; ``"input"`` is that of the first floating input.
+        always: also where the surrounding code computes in float32.
+        resumes: also inside a module whose own operations alone compute in float32.
+    """
+
+    autocast: bool | None = None
+    inputs: torch.dtype | None = None
+    parameters: torch.dtype | None = None
+    outputs: torch.dtype | str | None = None
+    always: bool = False
+    resumes: bool = False
+
+
+@dataclass(eq=False)
+class Region:
+    """What the modules of one model share: the type, and whether the model runs right now.
+
+    Attributes:
+        device_type: ``"cuda"`` or ``"cpu"``.
+        dtype: the 16-bit type.
+        depth: 1 while a wrapped model runs.
+        guarded: whether the one that runs computes in 16 bit only inside ``fp16_guard()``.
+        suspended: number of running modules inside which autocast was turned off.
+        off: True after the session has ended; modules then compute as if never treated.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    depth: int = 0
+    guarded: bool = False
+    suspended: int = 0
+    off: bool = False
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        return self
+
+    def autocast(self, enabled: bool = True) -> torch.autocast:
+        """Returns a context in which operations that are safe in 16 bit compute in it, or none do."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=enabled)
+
+    @contextmanager
+    def suspending(self, is_off: bool) -> Iterator[None]:
+        """Counts a module inside which autocast is off."""
+        self.suspended += is_off
+        try:
+            yield
+        finally:
+            self.suspended -= is_off
+
+    def applies(self, treatment: Treatment) -> bool:
+        """Returns whether a module that is called at this moment gets ``treatment``."""
+        if self.off:
+            return False
+        if torch.is_autocast_enabled(self.device_type):
+            return True
+        if not treatment.always and not treatment.resumes:
+            return False
+        # In backward only recomputed modules run, which ran inside the model the first time.
+        return bool((self.depth if treatment.always else self.suspended) or torch._C._current_graph_task_id() != -1)
+
+
+class TreatedForward:
+    """The forward of a module with its treatment around it; it takes the place of ``module.forward``."""
+
+    def __init__(self, module: nn.Module, treatment: Treatment, region: Region) -> None:
+        self._module, self._treatment, self.region = module, treatment, region
+        self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward."""
+        return run_treated(self._module, self._own_forward, self._treatment, self.region, args, kwargs)
+
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inner is not None:
+            return self._inner(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def run_treated(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    treatment: Treatment,
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns ``forward(*args, **kwargs)``, run as ``treatment`` says for ``module``."""
+    if not region.applies(treatment):
+        if not region.off:
+            args, kwargs = _widened(args), _widened(kwargs)
+        return _run_outside(module, forward, args, kwargs)
+    outputs = treatment.outputs
+    if outputs == "input":
+        outputs = next((t.dtype for t in nested_tensors((args, kwargs)) if t.is_floating_point()), None)
+    if treatment.inputs is not None:
+        args, kwargs = cast_floating(args, treatment.inputs), cast_floating(kwargs, treatment.inputs)
+    kept = module._parameters
+    if treatment.parameters is not None:
+        module._parameters = {name: cast_tensor(p, treatment.parameters) for name, p in kept.items()}
+    try:
+        if treatment.autocast is None:
+            result = forward(*args, **kwargs)
+        else:
+            with region.autocast(treatment.autocast), region.suspending(not treatment.autocast):
+                result = forward(*args, **kwargs)
+    finally:
+        if treatment.parameters is not None:
+            module._parameters = kept
+    return result if outputs is None else cast_floating(result, outputs)  # type: ignore[arg-type]
+
+
+def _widened(tree: Any) -> Any:
+    """Returns nested inputs with 16-bit tensors, as they come from a guarded part, as float32."""
+    narrow = any(tensor.dtype in _NARROW for tensor in nested_tensors(tree))
+    return cast_floating(tree, torch.float32) if narrow else tree
+
+
+def _run_outside(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``forward`` where the surrounding code is in float32; 16-bit parameters are widened for it."""
+    kept = module._parameters
+    if not any(p is not None and p.dtype in _NARROW for p in kept.values()):
+        return forward(*args, **kwargs)
+    module._parameters = {name: cast_tensor(p, torch.float32) for name, p in kept.items()}
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters = kept
 
 
 class AmpModel(nn.Module):

@@ -16,7 +16,7 @@ by which such paths come into the model. A hook on an activation inside a model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, cast
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fleet.strategies._shared.parts import part_of
-from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer, LossScale
 
 _MARK = "fleet_amp"
 _INPUT = "input"
@@ -78,11 +78,12 @@ class Signal:
 
     Args:
         scale: the loss scale.
-        done: called after each backward pass, when every gradient is in its place.
+        optimizers: told after each backward pass, when every gradient is in its place.
     """
 
-    def __init__(self, scale: LossScale, done: Callable[[], None]) -> None:
-        self._scale, self._done = scale, done
+    def __init__(self, scale: LossScale, optimizers: Sequence[AmpOptimizer]) -> None:
+        self._scale = scale
+        self._optimizers = optimizers
         self._parameters: dict[Tensor, Any] = {}
         self._waiting: list[Tensor] = []
         self._originals: list[tuple[str, Any, Any]] = []
@@ -95,8 +96,8 @@ class Signal:
             self._waiting += fresh
             self.before_forward()
         if not self._originals:
-            self._patch("backward", finished=self._done)
-            self._patch("grad", finished=lambda: None)
+            self._patch("backward", self._optimizers)
+            self._patch("grad", ())
 
     def before_forward(self) -> None:
         """Adds parameters that were unfrozen since the last forward."""
@@ -121,7 +122,7 @@ class Signal:
                 setattr(torch.autograd, name, original)
         self._originals.clear()
 
-    def _patch(self, name: str, finished: Callable[[], None]) -> None:
+    def _patch(self, name: str, told: Sequence[AmpOptimizer]) -> None:
         """Puts this object around ``torch.autograd.<name>``, which is looked up at each call, by torch too."""
         original = getattr(torch.autograd, name)
 
@@ -140,7 +141,8 @@ class Signal:
                         result = original(**{**kwargs, first: roots})
             finally:
                 self._depth -= 1
-            finished()
+            for optimizer in told:
+                optimizer.note_backward()
             return result
 
         setattr(torch.autograd, name, patched)

@@ -9,9 +9,9 @@ step nothing is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,23 +22,27 @@ from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, 
 from fleet.strategies.pipeline.wire import Incoming, Known, Outgoing, Spec, StageLink
 
 
-class Work(Protocol):
-    """What a step computes on this stage."""
+class Work:
+    """The computation of a step on this stage; a subclass says what is computed."""
 
     def input(self, micro: int) -> Any:
         """Returns the data of a micro-batch; the first part of the model asks."""
+        raise NotImplementedError
 
     def run(self, chunk: int, micro: int, value: Any) -> Any:
         """Returns the output of ``chunk`` for ``value``."""
+        raise NotImplementedError
 
     def loss(self, micro: int, output: Any) -> Tensor | None:
         """Takes the output of the model; returns where backward begins, ``None`` without backward."""
+        raise NotImplementedError
 
     def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
         """Called at the begin and the end of each forward and backward."""
 
-    def last_backward(self, chunk: int) -> Any:
+    def last_backward(self, chunk: int) -> AbstractContextManager[Any]:
         """Returns the context of the last backward of ``chunk``, in which its gradients become complete."""
+        return nullcontext()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from fleet.strategies.pipeline.hooks import StepHooks
 from fleet.strategies.pipeline.micro_batches import cut_data, described_shapes, different_numbers, plan_weights
 from fleet.strategies.pipeline.order import MicroStep
 from fleet.strategies.pipeline.stage import PipelineStage
-from fleet.strategies.pipeline.stage_run import StagePlace, StageRun
+from fleet.strategies.pipeline.stage_run import StagePlace, StageRun, Work
 from fleet.strategies.pipeline.wire import dtype_code, dtype_of, number_of
 
 _TRAIN, _EVAL, _OUTPUTS = range(3)
@@ -26,7 +26,7 @@ _MODES = ("train_batch(...)", "eval_batch(compute_loss=True)", "eval_batch(compu
 
 
 @dataclass
-class PipelineStep:
+class PipelineStep(Work):
     """One step of a pipeline of one stage or more, on this worker.
 
     Args:

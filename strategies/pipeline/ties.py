@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fleet.strategies._gradients.exchange_names import named_exchange
-from fleet.strategies._gradients.flat import average, broadcast_from_rank_0, chunks, copy_back, flattened
+from fleet.strategies._gradients.flat import average, broadcast_from_rank_0, chunks
+from fleet.strategies._gradients.gradient_exchange import GradientExchange
+from fleet.strategies._gradients.reducer import Bucket
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 
@@ -55,7 +55,6 @@ class Ties:
             parameters = [p.data for p in self._layers.tied_parameters(key)]
             broadcast_from_rank_0(parameters + self._layers.tied_buffers(key), group)
 
-    @torch.no_grad()
     def sum_gradients(self) -> None:
         """Replaces the gradient of each shared parameter by the sum over stages; one without counts as zero.
 
@@ -63,15 +62,11 @@ class Ties:
         """
         for key, group in self._groups.items():
             trained = [p for p in self._layers.tied_parameters(key) if p.requires_grad]
-            for bucket in chunks(trained):
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-                used = flattened(gradients).new_tensor([float(p.grad is not None) for p in bucket])
-                flat = torch.cat([flattened(gradients), used])
-                with named_exchange("pipeline", flat, "tied parameters"):
-                    dist.all_reduce(flat, group=group)
-                copy_back(flat[: -len(bucket)], gradients)
-                for parameter, gradient, count in zip(bucket, gradients, flat[-len(bucket) :].tolist(), strict=True):
-                    parameter.grad = gradient if count else None
+            exchange = GradientExchange("pipeline tied parameters", group, 1)
+            for number, parameters in enumerate(chunks(trained)):
+                bucket = Bucket(parameters)
+                bucket.send(exchange, number, finds_unused=True)
+                bucket.finish()
 
     def synchronize(self, mode: str, tensors_of: Any) -> None:
         """Makes ``tensors_of(parameter)`` equal on all stages that share it: the owner's, or the mean of all."""

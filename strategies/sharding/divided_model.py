@@ -1,4 +1,4 @@
-"""Stages 2 and 3: a module whose parameters and gradients are divided by torch's ``fully_shard``.
+"""Stages 2 and 3: a module whose parameters and gradients ``fully_shard`` divides, and the optimizer of its parts.
 
 [Note: New parameters]
 ``fully_shard`` puts new parameters (DTensors) in the place of the user's. An optimizer that was made before holds the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,12 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._gradients.passes import outside_graphs
-from fleet.strategies._shared.parts import mark_gathered
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like
 from fleet.strategies._shared.through_host import gather_through_host
 
 
@@ -263,3 +265,57 @@ def divide_model(
             setattr(new_parameter, hooks, getattr(parameter, hooks))
             setattr(parameter, hooks, None)
     return DividedModule(module, division.process_group), replaced
+
+
+class ShardedOptimizer(OptimizerWrapper):
+    """Steps the optimizer inside on this worker's parts.
+
+    Until the model is divided it forwards everything, and :meth:`repoint` moves it to the new parameters.
+
+    Args:
+        optimizer: the optimizer inside.
+        divided: the models, also those that come later.
+    """
+
+    def __init__(self, optimizer: Optimizer, divided: Sequence[DividedModule]) -> None:
+        super().__init__(optimizer)
+        self._divided = divided
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+
+    def repoint(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Puts the new parameters of ``replaced`` in the place of the old ones; state goes with them, by parts."""
+        self._replaced.update(replaced)
+        for group in self.param_groups:
+            group["params"][:] = [self._replaced.get(p, p) for p in group["params"]]
+        for old in [p for p in self.state if self._replaced.get(p, p) is not p]:
+            new = self._replaced[old]
+            entry = self.state.pop(old)
+            self.state[new] = {
+                key: part_like(value, new) if isinstance(value, Tensor) and value.shape == new.shape else value
+                for key, value in entry.items()
+            }
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates this worker's parts; returns the closure's loss."""
+        # A forward without a backward may have left gathered copies, which this update would not reach.
+        for divided in self._divided:
+            divided.reshard()
+        return super().step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state: with DTensors, whole, or the part that this worker saved.
+
+        Raises CheckpointError for the part of another worker.
+        """
+        if any(is_part(p) for p in self.parameters()):
+            state_dict = optimizer_state_like(state_dict, self.parameters())
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group; parameters from before the model was divided are followed."""
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        super().add_param_group({**param_group, "params": [self._replaced.get(p, p) for p in parameters]})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_divided": (), "_replaced": {}}

@@ -21,13 +21,20 @@ from fleet.strategies._gradients.passes import Passes, passes_of
 from fleet.strategies._gradients.set_aside import SetAside
 from fleet.strategies._shared.mesh import copies_mesh, plan_axes
 from fleet.strategies.sharding.owners import PartitionedOptimizer
-from fleet.strategies.sharding.part_optimizer import ShardedOptimizer, check_any_stage, check_divided
-from fleet.strategies.sharding.units import check_apart, check_divisible, check_types, find_anchors, plan_units
+from fleet.strategies.sharding.units import (
+    check_any_stage,
+    check_apart,
+    check_divided,
+    check_divisible,
+    check_types,
+    find_anchors,
+    plan_units,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.strategies.sharding.divided_model import DividedModule, Division
+    from fleet.strategies.sharding.divided_model import DividedModule, Division, ShardedOptimizer
 
 _MIB = 1024 * 1024
 _NO_PROGRAM = "it rewrites a static program, and torch runs none"
@@ -289,7 +296,9 @@ class Sharding(Strategy):
             group, experts = self._mesh.get_group("sharding"), self.session.axes.group("moe_sharding")
             offload = self.config.optimize_offload
             return PartitionedOptimizer(optimizer, group, self._buffer_bytes, offload, experts)
-        sharded = ShardedOptimizer(optimizer, self._reshard)
+        from fleet.strategies.sharding.divided_model import ShardedOptimizer
+
+        sharded = ShardedOptimizer(optimizer, self._divided)
         sharded.repoint({**self._replaced, **self._gathered_now()})
         self._optimizers.append(sharded)
         return sharded
@@ -331,7 +340,9 @@ class Sharding(Strategy):
     def close(self) -> None:
         """Releases the models and the optimizers."""
         self._models = []
-        self._divided, self._optimizers, self._replaced = [], [], {}
+        self._divided.clear()  # the optimizers hold the list
+        self._optimizers = []
+        self._replaced = {}
 
     def _units(self, model: nn.Module) -> list[str]:
         if self.config.sharding_segment_strategy == "segment_anchors":
@@ -361,14 +372,11 @@ class Sharding(Strategy):
             self._models.append(passes_of(model))
             accumulate(self._models[-1], self._accumulators)
 
-    def _reshard(self) -> None:
-        for divided in self._divided:
-            divided.reshard()
-
     def _gathered_now(self) -> dict[nn.Parameter, nn.Parameter]:
         """Returns the parts of parameters that are gathered at this moment, after which none is."""
         before = [dict(divided.module.named_parameters(remove_duplicate=False)) for divided in self._divided]
-        self._reshard()
+        for divided in self._divided:
+            divided.reshard()
         after = [dict(divided.module.named_parameters(remove_duplicate=False)) for divided in self._divided]
         return {
             gathered: after[place][name]

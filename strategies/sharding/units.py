@@ -7,8 +7,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from fleet.errors import ConfigError, did_you_mean
+from fleet.strategies._declare.optimizer_kinds import whole_only
+from fleet.strategies._shared.muon import MuonRule
 from fleet.strategies._shared.parts import is_part
 
 # These read the parameters of their children without calling them, so the children cannot be units.
@@ -52,6 +55,27 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
                 "both, or none of them."
             )
     return sorted(set(anchors), key=lambda name: (-name.count("."), list(modules).index(name)))
+
+
+def check_any_stage(optimizer: Optimizer) -> None:
+    """Raises ConfigError when ``optimizer`` cannot work on a part of the parameters at all."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "sharding cannot divide torch.optim.LBFGS: its state is one history over all parameters together. Use an "
+            "optimizer that updates each parameter by itself, or turn sharding off."
+        )
+
+
+def check_divided(optimizer: Optimizer) -> None:
+    """Raises ConfigError when ``optimizer`` needs whole parameters, which stages 2 and 3 do not keep."""
+    found = whole_only(optimizer)
+    if found is None and isinstance(optimizer, MuonRule):
+        found = "fleet.optimizer.Muon", "it orthogonalizes the update of a whole matrix"
+    if found is not None:
+        raise ConfigError(
+            f"sharding stages 2 and 3 divide each parameter, and {found[0]} needs it whole: {found[1]}. Set "
+            "sharding_configs['stage'] to 1, which gives whole parameters to workers, or use another optimizer."
+        )
 
 
 def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, channel_out
-from fleet.strategies.pipeline.stage_run import StagePlace, StageRun
+from fleet.strategies.pipeline.stage_run import StagePlace, StageRun, Work
 
 _WAIT_S = 20.0
 
@@ -51,7 +51,7 @@ class _Arrival:
         self._target.copy_(came)
 
 
-class StageWork:
+class StageWork(Work):
     """What a stage computes: ``chunks`` of modules, and at the end ``loss(output, micro)``."""
 
     def __init__(
@@ -82,10 +82,6 @@ class StageWork:
         """Counts micro-batches between their forward and their backward."""
         self.live += {"forward_begin": 1, "backward_end": -1}.get(location, 0)
         self.most_live = max(self.most_live, self.live)
-
-    def last_backward(self, chunk: int) -> Any:
-        """Returns a context without effect."""
-        return nullcontext()
 
 
 def make_places(num_stages: int, num_chunks: int = 1, mode: str = "1F1B") -> list[StagePlace]:

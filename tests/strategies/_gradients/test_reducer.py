@@ -82,7 +82,11 @@ def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
         narrow.finish(nothing, dict)
         assert bool((weight.grad > 0).all()) is kept
 
-    # The header says who has a gradient in any type of the wire, whatever the divisor and the factor are.
+
+def flags_in_narrow_types(rank: int, world_size: int) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    weight = layers[0].weight
+    exchange = GradientExchange("pipeline", dist.group.WORLD, divisor=1)
     for dtype in (torch.float16, torch.bfloat16):
         exchange.wire_dtype, exchange.divisor = dtype, 1e6
         exchange.wire_factor = lambda: 1e-8
@@ -94,6 +98,11 @@ def earlier_steps_and_unused(rank: int, layers: nn.Sequential) -> None:
             weight.grad = torch.zeros_like(weight)
         flagged.finish(nothing, dict)
         assert [p.grad is not None for p in layers.parameters()] == [True, *[False] * 5]
+
+
+def test_the_header_says_who_has_a_gradient() -> None:
+    """In any type of the wire, whatever the divisor and the factor are."""
+    run_workers(flags_in_narrow_types, 2, timeout_s=60)
 
 
 def test_gradients_are_exchanged_once() -> None:

@@ -12,7 +12,7 @@ import fleet
 from fleet.errors import ConfigError
 from fleet.strategies._shared.muon import COEFFICIENTS, gathered, orthogonal
 from fleet.strategies._shared.parameter_layout import Layout, set_layout
-from fleet.strategies.sharding.part_optimizer import check_divided
+from fleet.strategies.sharding.units import check_divided
 
 
 def net() -> nn.Sequential:

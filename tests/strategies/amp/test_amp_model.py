@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fleet
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.strategies.amp.amp import AmpConfig, user_module
-from fleet.strategies.amp.amp_model import AmpModel, guard
-from fleet.strategies.amp.loss_scale import LossScale
-from fleet.strategies.amp.policy import Region
+from fleet.strategies.amp.amp_model import AmpModel, Region, guard
+from fleet.strategies.amp.amp_optimizer import LossScale
 from tests.strategies.amp.amp_steps import batches, net_of, sgd, start, wrapped
 
 

@@ -15,8 +15,7 @@ from fleet.job.axes import Axes
 from fleet.strategies._shared.norm import any_nonfinite
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies.amp.amp import AmpConfig
-from fleet.strategies.amp.amp_optimizer import AmpOptimizer, agreed
-from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.amp_optimizer import AmpOptimizer, LossScale, agreed
 
 CPU = torch.device("cpu")
 ALONE: Any = SimpleNamespace(device=CPU, process_group=None, collective=True, axes=Axes({}, 0))

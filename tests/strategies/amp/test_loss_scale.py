@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleet.errors import CheckpointError
 from fleet.strategies.amp.amp import AmpConfig
-from fleet.strategies.amp.loss_scale import LossScale
+from fleet.strategies.amp.amp_optimizer import LossScale
 
 
 def scale_of(**keys: Any) -> LossScale:
