@@ -25,11 +25,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet._log import LOGGER
-from fleet.checkpoint.index import INDEX, Index
+from fleet.checkpoint.index import INDEX, OBJECTS, Index
 from fleet.checkpoint.items import SavedTensors, Wanted
 from fleet.checkpoint.loading import misfits_of
 from fleet.checkpoint.model_tensors import ModelTensors
-from fleet.checkpoint.saved_objects import OBJECTS, takers_of
+from fleet.checkpoint.saved_objects import takers_of
 from fleet.checkpoint.saving import axes_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import LocalFolder
