@@ -20,6 +20,7 @@ from fleet.checkpoint.saved_objects import OBJECTS, takers_of
 from fleet.checkpoint.saving import axes_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import LocalFolder
+from fleet.checkpoint.to_group import StateMesh
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.elastic._folder import check_no_link
 from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
@@ -123,7 +124,9 @@ class Pieces:
         if has_own_states(source.index):
             raise CheckpointError("it holds a state for each worker, and not every worker sees it")
         degrees = {**source.index.job["degrees"], **self._session.axes.degrees}
-        if self._session.whole_states.has_stages or any(degrees.get(axis, 1) > 1 for axis in ("pp", "ep")):
+        if StateMesh(self._session.axes, self._session.device).has_stages or any(
+            degrees.get(axis, 1) > 1 for axis in ("pp", "ep")
+        ):
             raise ConfigError(
                 "not every worker sees it, and with a pipeline or experts each reads its own part. Name a folder that "
                 "all of them share."

@@ -223,7 +223,7 @@ class Restore:
 
     def _load_whole(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._put_model(model, found.model)
-        if isinstance(optimizer, FleetOptimizer) and optimizer.is_part and self._session.host_group is not None:
+        if isinstance(optimizer, FleetOptimizer) and optimizer.is_part and self._session.job.host_group is not None:
             self._put_optimizer(optimizer, self._own_share(found, optimizer))
             return
         data = self._broadcast(found.optimizer)
@@ -245,7 +245,7 @@ class Restore:
                 whole = state["state"][place].pop(key).contiguous()
             else:
                 whole = torch.empty(shape, dtype=getattr(torch, kind), device="cpu")
-            broadcast_bits(whole, 0, self._session.host_group)
+            broadcast_bits(whole, 0, self._session.job.host_group)
             if place in held:
                 share["state"].setdefault(place, {})[key] = cut(whole, held[place])
         return share
@@ -294,7 +294,7 @@ class Restore:
 
     def _broadcast(self, data: bytes) -> bytes:
         """Returns worker 0's ``data`` on every worker."""
-        group = self._session.host_group
+        group = self._session.job.host_group
         if group is None:
             return data
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")

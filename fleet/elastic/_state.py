@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from fleet.checkpoint.model_states import ModelStates
 from fleet.checkpoint.save_load import known_entries
+from fleet.checkpoint.to_group import StateMesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import PART, has_parts
 from fleet.strategies._shared.random_streams import TRACKER
@@ -52,7 +53,7 @@ def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def states_of(model: nn.Module, session: Session) -> ModelStates:
     """Returns what takes and loads the states of ``model``; in a pipeline a collective call."""
     module = module_of(model)
-    whole = session.whole_states
+    whole = StateMesh(session.axes, session.device)
     elsewhere = set(whole.names(list(module.state_dict()))) - set(module.state_dict()) if whole.has_stages else ()
     return ModelStates(module, whole, elsewhere)
 

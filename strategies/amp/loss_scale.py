@@ -15,7 +15,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScale:
-    """The loss scale of one session, with the counters of Paddle's ``update_loss_scaling``.
+    """The loss scale of one job, with the counters of Paddle's ``update_loss_scaling``.
 
     A finite step: ``good`` rises by 1 and ``bad`` is 0; at ``incr_every_n_steps`` the scale is multiplied by
     ``incr_ratio``, unless that is not finite in float32, and ``good`` starts again. A step with an inf or nan: ``bad``

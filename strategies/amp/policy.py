@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.casts import cast_floating, cast_tensor, nested_tensors
 from fleet.strategies._shared.parameter_layout import is_stage
 from fleet.strategies._shared.stages import on_some_stage
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _T = TypeVar("_T")
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -257,7 +259,7 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) or _NORM_NAME.search(type(module).__name__) is not None
 
 
-def check_stages(model: nn.Module, config: Any, session: Workers) -> None:
+def check_stages(model: nn.Module, config: Any, job: Job) -> None:
     """Raises ConfigError when a list names nothing on any stage of a pipeline; every stage must call it."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {name for name, _ in model.named_modules()}
@@ -271,7 +273,7 @@ def check_stages(model: nn.Module, config: Any, session: Workers) -> None:
         )
         for entry in getattr(config, option)
     ]
-    fits = on_some_stage([fitting for _, _, fitting in asked], session)
+    fits = on_some_stage([fitting for _, _, fitting in asked], job)
     for (option, entry, _), fitting in zip(asked, fits, strict=True):
         if not fitting:
             raise ConfigError(f"amp_configs['{option}'] has {entry!r}, which is on no stage of the pipeline.")
