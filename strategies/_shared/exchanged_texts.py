@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +11,8 @@ from torch import Tensor
 
 def gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
     """Returns the text of every worker of ``group``, in rank order; a collective call."""
-    data = torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy()).to(device)
+    # One byte more, because torch makes no tensor of an empty buffer.
+    data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)[:-1].to(device)
     num_workers = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_workers)]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device), group=group)
