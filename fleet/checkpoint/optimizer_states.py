@@ -102,11 +102,6 @@ class OptimizerStates:
         kept = [{**group, "params": own["params"]} for group, own in groups]
         return {**state, "state": entries, "param_groups": kept}
 
-    def held(self, state: Mapping[str, Any]) -> dict[Any, Layout | None]:
-        """Returns the places in the whole ``state`` of what this worker updates; with a pipeline a collective call."""
-        found = self._saved_places(state)
-        return {saved: self._layouts.get(self._parameters[place]) for place, saved in found.items()}
-
     def _saved_places(self, state: Mapping[str, Any]) -> dict[int, Any]:
         """Returns for each place in this optimizer that in ``state``; with a pipeline a collective call."""
         saved = [list(group["params"]) for group in state["param_groups"]]

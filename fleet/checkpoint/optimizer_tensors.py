@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
-from fleet.checkpoint.items import Item, SavedTensors, StateSource, Wanted
+from fleet.checkpoint.items import Item, StateSource, Wanted
 from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
@@ -339,24 +339,3 @@ def saved_groups(source: StateSource, key: str) -> list[dict[str, Any]]:
                     one["shapes"].append(shape)
             one["keys"] += [name for name in group.get("keys", ()) if name not in one["keys"]]
     return found
-
-
-def whole_state(source: SavedTensors, key: str) -> dict[str, Any]:
-    """Returns the state of the optimizer ``key`` as ``state_dict()`` of one process has it, on the host."""
-
-    def read(name: str) -> Any:
-        value = source.index.values.get(name)
-        return source.whole(name) if value is None else decode(value, source.whole)
-
-    state: dict[Any, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for group in saved_groups(source, key):
-        places: list[int] = []
-        for name in group["params"]:
-            places.append(sum(len(other["params"]) for other in groups) + len(places))
-            if keys := source.below(f"{key}/{name}"):
-                state[places[-1]] = {one: read(f"{key}/{name}/{one}") for one in [*group["keys"], *keys] if one in keys}
-        groups.append({**decode(group["settings"], source.whole), "params": places})
-    state |= read(f"{key}/{_NAMED}") if f"{key}/{_NAMED}" in source.index.values else {}
-    more = [name for name in source.index.values if name.startswith(f"{key}/+")]
-    return {**{name.removeprefix(f"{key}/+"): read(name) for name in more}, "state": state, "param_groups": groups}

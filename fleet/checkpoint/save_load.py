@@ -66,7 +66,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         with replaced(target, temporary) as file:
             _write(obj, file)
             file.flush()
-            check_readable(temporary)
+            _check_readable(temporary)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -165,7 +165,7 @@ def _write(obj: Any, file: Any) -> None:
         raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
 
 
-def check_readable(temporary: Path) -> None:
+def _check_readable(temporary: Path) -> None:
     """Raises ConfigError when :func:`load` would refuse the file; the tensors' data is mapped, not read."""
     try:
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)

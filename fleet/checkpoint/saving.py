@@ -202,11 +202,6 @@ class Taken:
         writer.start(folder.path, share, hooks, arguments)
 
 
-def take(objects: Mapping[str, Any], session: Any, call: str) -> Taken:
-    """Returns what this worker writes of ``objects``. Raises ConfigError, CheckpointError that names ``call``."""
-    return taken_by(takers_of(objects, session, axes_of(session), call), session)
-
-
 def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
     """Returns what this worker writes of the objects of ``takers``. Raises ConfigError, CheckpointError."""
     axes = axes_of(session)

@@ -18,7 +18,6 @@ from fleet.job.axes import Axes
 from fleet.job.job import Job
 from fleet.strategies._gradients.passes import forwards_behind
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
-from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.training.fleet_model import FleetModel
@@ -237,10 +236,6 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def is_part(self) -> bool:
         """Whether it updates only this worker's part of the model, apart from what sharding divides."""
         return self._states.is_part
-
-    def held(self, state: Mapping[str, Any]) -> dict[Any, Layout | None]:
-        """Returns the places in the whole ``state`` of what it updates, and how these are divided; collective."""
-        return self._states.held(state)
 
     @property
     def _states(self) -> OptimizerStates:
