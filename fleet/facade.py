@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from fleet._log import LOGGER, set_log_level
 from fleet.checkpoint import save_load
+from fleet.elastic._health import Health
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.job.running import Running
+from fleet.job.job import Job
+from fleet.job.running import Running, running_session
 from fleet.job.session import Session
 from fleet.job.start import start_session
 from fleet.job.util import HostArray, UtilBase
@@ -29,6 +31,7 @@ from fleet.role_maker import RoleMakerBase
 from fleet.strategies.amp.amp import Amp
 from fleet.strategies.amp.explicit_scaler import share_scaler
 from fleet.topology import HybridCommunicateGroup, communicate_group
+from fleet.trackers.run_log import RunLog
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 
@@ -40,6 +43,15 @@ if TYPE_CHECKING:
     from fleet.ps_job.server_job import ServerJob
 
 Path = str | os.PathLike[str]
+
+
+def _running_job() -> Job | None:
+    session = running_session()
+    return None if session is None else session.job
+
+
+# UtilBase() without a job works in the running one, which it cannot import: the session has a UtilBase.
+UtilBase.running = staticmethod(_running_job)
 
 
 class Fleet:
@@ -98,7 +110,7 @@ class Fleet:
         self._session = start_session(role_maker, is_collective, copy.deepcopy(strategy) or DistributedStrategy())
         self._init_had_strategy = strategy is not None
         if strategy is not None:
-            mark_copied(strategy, "fleet.init()", self._session)
+            mark_copied(strategy, "fleet.init()", self._session.job)
         atexit.unregister(self._close)
         atexit.register(self._close)
         return self
@@ -165,7 +177,7 @@ class Fleet:
 
     def local_rank(self) -> int:
         """Returns the rank of this worker on its node; 0 in a single process."""
-        return self._need("local_rank").local_rank
+        return self._need("local_rank").job.local_rank
 
     def local_device_ids(self) -> list[int]:
         """Returns the device ids of this worker."""
@@ -273,7 +285,7 @@ class Fleet:
         Example:
             >>> fleet.log({"loss": loss, "lr": optimizer.get_lr()})
         """
-        return self._need("log").run_log.log(values, step)
+        return self._need("log").job.listeners.get(RunLog).log(values, step)
 
     # ---- wrapping ------------------------------------------------------------------------------------------------
 
@@ -314,7 +326,7 @@ class Fleet:
                     stacklevel=2,
                 )
             session.adopt(strategy)
-            mark_copied(strategy, "fleet.distributed_optimizer()", session)
+            mark_copied(strategy, "fleet.distributed_optimizer()", session.job)
         return session.wrap_optimizer(optimizer)
 
     def distributed_scaler(self, scaler: Any) -> Any:
@@ -330,7 +342,8 @@ class Fleet:
             >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())
             >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
         """
-        return share_scaler(scaler, self._need("distributed_scaler"))
+        session = self._need("distributed_scaler")
+        return share_scaler(scaler, session.job, session.strategies)
 
     def fp16_guard(self) -> AbstractContextManager[Any]:
         """Returns a context: a model with pure 16-bit computation that uses it computes in 16 bits only inside it.
@@ -475,7 +488,7 @@ class Fleet:
         session = self._need("heartbeat")
         if pause not in (True, False):
             raise ConfigError(f"heartbeat(pause={pause!r}) takes True or False.")
-        session.beat(pause)
+        session.job.beat(pause)
 
     def preempted(self) -> bool:
         """Returns whether the job was asked to stop and all workers have agreed that this is the last step.
@@ -488,7 +501,7 @@ class Fleet:
             >>> fleet.preempted()
             False
         """
-        health = self._need("preempted").health
+        health = self._need("preempted").job.listeners.find(Health)
         return health is not None and health.is_preempted
 
     # ---- servers -------------------------------------------------------------------------------------------------
@@ -764,7 +777,7 @@ class Fleet:
 
         had_group = dist.is_available() and dist.is_initialized()
         if self._session is not None:
-            had_group = had_group or self._session.has_group
+            had_group = had_group or self._session.job.has_group
             if self._session.server_job is not None:
                 self._session.server_job.check_served()
             self._session.close()

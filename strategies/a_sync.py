@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, Values, top_level
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, top_level
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.renormalized import check_renormalized
 from fleet.strategies._shared.served_optimizer import ServedOptimizer, check_hooks
 
 if TYPE_CHECKING:
+    from fleet.job.job import Job
     from fleet.ps.publishing.publication import Publication
 
 _GPU_TABLES = (
@@ -162,8 +163,8 @@ class ASync(JobKind):
         example={"a_sync": True},
     )
 
-    def __init__(self, config: Any, session: Any) -> None:
-        super().__init__(config, session)
+    def __init__(self, config: Any, job: Job) -> None:
+        super().__init__(config, job)
         self.served: ServedOptimizer | None = None
 
     @classmethod
@@ -223,7 +224,7 @@ class ASync(JobKind):
     @property
     def mode(self) -> str:
         """The mode in force: "sync", "half_async", "async" or "geo"."""
-        return ps_mode(self.session.options)
+        return ps_mode(self.job.options)
 
     @property
     def staleness(self) -> int | None:
@@ -234,13 +235,13 @@ class ASync(JobKind):
     @property
     def hybrid(self) -> bool:
         """Whether the workers train the dense parameters."""
-        return is_hybrid(self.session.options, self.session.world_size)
+        return is_hybrid(self.job.options, self.job.world_size)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
         from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
 
-        if any(other.user_optimizer is not optimizer for other in self.session.optimizers):
+        if any(other.user_optimizer is not optimizer for other in self.job.optimizers):
             raise ConfigError(
                 "distributed_optimizer() was called twice; a parameter-server job has one optimizer. Put all "
                 "parameters into its groups."
@@ -259,9 +260,9 @@ class ASync(JobKind):
         check_embeddings(model)
         if not (self.hybrid or self.mode == "geo"):
             check_renormalized(model, "the parameter servers hold the weight, and their next values would undo it")
-        elif self.session.world_size > 1:
+        elif self.job.world_size > 1:
             check_renormalized(model)
-        if scales_gradients(self.session.options, self.session.device.type) and has_rows(model):
+        if scales_gradients(self.job.options, self.job.device.type) and has_rows(model):
             raise UnsupportedOptionError(
                 "amp computes in float16 here and scales the backward signal; it unscales the gradients of parameters, "
                 "and those of rows on the servers would arrive scaled. bfloat16 needs no scale: set "

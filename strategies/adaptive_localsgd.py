@@ -43,7 +43,7 @@ class AdaptiveLocalsgd(TrainsLocally):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that averages the parameters at intervals it computes."""
         config: AdaptiveLocalsgdConfig = self.config
-        wrapped = AdaptiveLocalOptimizer(optimizer, self.name, self.session, config.begin_step, config.init_k_steps)
+        wrapped = AdaptiveLocalOptimizer(optimizer, self.name, self.job, config.begin_step, config.init_k_steps)
         self._stop_watching = watch_losses(wrapped.note_loss)
         return wrapped
 
@@ -81,7 +81,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
                 "Call loss.backward() on the mean loss, or use localsgd."
             )
         super().average()
-        loss = mean_over_workers(float(self._loss), self._session)
+        loss = mean_over_workers(float(self._loss), self._job)
         rate = float(self.param_groups[0]["lr"])
         if self._first is None:
             self._first = (loss, rate)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from fleet.errors import CheckpointError, ConfigError, did_you_mean
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Workers
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _OUTPUTS, _INPUTS = 8, 16
 
@@ -67,10 +70,10 @@ class Asp(Strategy):
         example={"asp": True},
     )
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Starts without masks."""
-        super().__init__(config, session)
-        self.masks = Masks(session)
+        super().__init__(config, job)
+        self.masks = Masks(job)
         self._root: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -119,8 +122,8 @@ class Masks:
     A weight goes by the number of its model and its qualified name, ``0:layer1.weight``.
     """
 
-    def __init__(self, session: Workers) -> None:
-        self._session = session
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._weights: dict[str, Tensor] = {}
         self._dropped: dict[Tensor, Tensor] = {}
         self._settled: set[Tensor] = set()
@@ -143,8 +146,8 @@ class Masks:
             return
         # Also where a loaded state has set them: whatever each worker loaded, all go on with the same ones.
         chosen = [self._dropped[w] if w in self._dropped else smaller_two_of_four(local_part(w)) for w in waiting]
-        group = self._session.axes.group(*COPY_AXES)
-        if group is not None and self._session.collective:
+        group = self._job.axes.group(*COPY_AXES)
+        if group is not None and self._job.collective:
             whole = [place for place, w in enumerate(waiting) if local_part(w) is w]
             sent = [chosen[place].to(torch.uint8) for place in whole]
             broadcast_from_rank_0(sent, group)

@@ -15,8 +15,8 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, Values, top_level
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, top_level
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, innermost
 
 _FUSION = "torch.compile fuses what it can; turn to_static on"
@@ -202,9 +202,9 @@ class FusedUpdate(Strategy):
     def _form_of(self, optimizer: Optimizer) -> str | None:
         # torch's fused kernels of SGD and Adagrad do not take parameters that sharding has divided (DTensors), and
         # that of Adagrad takes those of a GPU from torch 2.13 on.
-        if REGISTRY["sharding"].chosen(self.session.options):
+        if REGISTRY["sharding"].chosen(self.job.options):
             return form_of(optimizer, ())
-        return form_of(optimizer, (SGD, Adam) if self.session.device.type == "cuda" else (SGD, Adam, Adagrad))
+        return form_of(optimizer, (SGD, Adam) if self.job.device.type == "cuda" else (SGD, Adam, Adagrad))
 
 
 class FusedOptimizer(OptimizerWrapper):

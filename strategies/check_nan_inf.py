@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,15 @@ from torch.utils.hooks import RemovableHandle
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, NanInfError
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._declare.fields import Values
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._shared.alarm import Alarm
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.finite import Place, Sightings, described, tensors_in
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 FLAGS = ("FLAGS_check_nan_inf", "FLAGS_pp_check_naninf")
 _NEVER = 2**62
@@ -85,10 +89,10 @@ class CheckNanInf(Strategy):
             "skips those steps itself.",
         )
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Starts with nothing seen; listens to the other workers from the first model on."""
-        super().__init__(config, session)
-        self.watch = Watch(session)
+        super().__init__(config, job)
+        self.watch = Watch(job)
         self._hooks: list[ModuleHooks] = []
         self._scaled = False
         self._root: nn.Module | None = None
@@ -100,7 +104,7 @@ class CheckNanInf(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, whose modules are looked at in every pass."""
         self.watch.listen()
-        scaled = self._scaled or scales_gradients(self.session.options, self.session.device.type)
+        scaled = self._scaled or scales_gradients(self.job.options, self.job.device.type)
         root = self._root if self._root is not None else model
         self._hooks.append(ModuleHooks(root, self.watch, gradients=not scaled))
         return model
@@ -129,17 +133,17 @@ class Watch:
     ``steps`` counts the calls of ``step()``, over all optimizers.
     """
 
-    def __init__(self, session: Workers) -> None:
+    def __init__(self, job: Job) -> None:
         self.sightings = Sightings()
         self.steps = 0
-        self._session = session
+        self._job = job
         self._alarm: Alarm | None = None
         self._roots: list[nn.Module] = []
 
     def listen(self) -> None:
         """Listens to the other workers' alarm from now on."""
-        if self._alarm is None and self._session.process_group is not None:
-            self._alarm = Alarm(self._session.global_rank, self._session.world_size)
+        if self._alarm is None and self._job.process_group is not None:
+            self._alarm = Alarm(self._job.global_rank, self._job.world_size)
 
     def add_root(self, module: nn.Module) -> None:
         """Remembers ``module`` as a whole model, for the words of a message."""
@@ -163,11 +167,11 @@ class Watch:
     def check_together(self) -> None:
         """Raises NanInfError on every worker when one of them has seen something; all call it at the same step."""
         self.heed()
-        group = self._session.process_group
-        if group is None or not self._session.collective:
+        group = self._job.process_group
+        if group is None or not self._job.collective:
             self.check_alone()
             return
-        found = self.sightings.any_bad(self._session.device)
+        found = self.sightings.any_bad(self._job.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         if int(found) == 0:
             self.sightings.clear()
@@ -191,7 +195,7 @@ class Watch:
         if message:
             if self._alarm is not None:
                 self._alarm.ring(message)
-            raise NanInfError(message, rank=self._session.global_rank, step=self.steps)
+            raise NanInfError(message, rank=self._job.global_rank, step=self.steps)
 
     def _number(self, number: int, place: Place) -> int:
         """Returns what is the smallest on the worker whose sighting is the earliest in the computation.
@@ -199,7 +203,7 @@ class Watch:
         The same modules run on every worker that holds the same layers; between stages, a micro-batch goes forward
         through all of them before it goes back.
         """
-        axes = self._session.axes
+        axes = self._job.axes
         stages, stage = axes.size("pp"), axes.rank("pp")
         if stages == 1:
             return number
@@ -208,7 +212,7 @@ class Watch:
 
     def _message(self, first: tuple[int, Place, str]) -> str:
         _, place, kind = first
-        axes = self._session.axes
+        axes = self._job.axes
         is_root = any(place.module is root for root in self._roots)
         text = described(place, kind, is_root=is_root, stage=axes.rank("pp"))
         held = {"pp": f"pipeline stage {axes.rank('pp')}", "mp": f"mp rank {axes.rank('mp')}"}
@@ -216,17 +220,17 @@ class Watch:
         if axes.size("pp") > 1:
             where.append(f"micro-batch {place.micro_batch}")
         at = f" ({', '.join(where)})" if where else ""
-        return f"step {self.steps}, rank {self._session.global_rank}{at}: {text}"
+        return f"step {self.steps}, rank {self._job.global_rank}{at}: {text}"
 
     def _gathered(self, number: int) -> list[int]:
-        mine = torch.tensor([number], dtype=torch.int64, device=self._session.device)
-        all_numbers = [torch.empty_like(mine) for _ in range(self._session.world_size)]
-        dist.all_gather(all_numbers, mine, group=self._session.process_group)
+        mine = torch.tensor([number], dtype=torch.int64, device=self._job.device)
+        all_numbers = [torch.empty_like(mine) for _ in range(self._job.world_size)]
+        dist.all_gather(all_numbers, mine, group=self._job.process_group)
         return [int(tensor) for tensor in all_numbers]
 
     def _shared(self, message: str, rank: int) -> str:
         """Returns the message of ``rank`` on every worker."""
-        group, device = self._session.process_group, self._session.device
+        group, device = self._job.process_group, self._job.device
         if group is None:
             raise AssertionError("a message is shared among the workers of a group")
         source = dist.get_global_rank(group, rank)

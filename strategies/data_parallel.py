@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -18,10 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, JobKind, Stage, Workers, top_level
+from fleet.strategies._declare.strategy import Guide, JobKind, Stage, top_level
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import Passes, passes_of
 from fleet.strategies._shared.experts import expert_names, is_expert
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _MIB = 1024 * 1024
 
@@ -75,35 +78,35 @@ class DataParallelJob(JobKind):
         example={"fuse_grad_size_in_MB": 16},
     )
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Starts without models."""
-        super().__init__(config, session)
+        super().__init__(config, job)
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
-        copies = self.session.axes.group(*COPY_AXES)
+        copies = self.job.axes.group(*COPY_AXES)
         if copies is None or not any(_can_train(p) for p in model.parameters()):
             return model  # nothing to exchange, or nobody to exchange with
         # They are exchanged by the layer that holds them, see [Note: Who holds what].
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(model))
-        session, parameters = self.session, {id(p) for p in model.parameters()}
+        job, parameters = self.job, {id(p) for p in model.parameters()}
         sharing = [other for other in self._wrapped if not parameters.isdisjoint(map(id, other.parameters()))]
         for other in sharing:
             _share(other)
         wrapped = wrap_data_parallel(
             model,
-            device=session.device,
+            device=job.device,
             process_group=copies,
-            bucket_MiB=session.options["fuse_grad_size_in_MB"],
-            last_bucket_MiB=session.options["last_comm_group_size_MB"],
-            fuse=session.options["fuse_all_reduce_ops"],
-            find_unused_parameters=session.options["find_unused_parameters"],
+            bucket_MiB=job.options["fuse_grad_size_in_MB"],
+            last_bucket_MiB=job.options["last_comm_group_size_MB"],
+            fuse=job.options["fuse_all_reduce_ops"],
+            find_unused_parameters=job.options["find_unused_parameters"],
             shares=bool(sharing),
         )
         self._wrapped.add(wrapped)
-        averages = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        divisor = session.axes.data_replicas if averages else 1  # see [Note: Who holds what]
+        averages = job.options["gradient_scale_configs"].scale_strategy == "avg"
+        divisor = job.axes.data_replicas if averages else 1  # see [Note: Who holds what]
         if divisor != copies.size():
             exchange_of(wrapped).divisor = divisor
             exchange_of(wrapped).use()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.flat import copy_back, flattened
 from fleet.strategies._gradients.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, shared_by_two, users_step_hooks
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,9 @@ class Dgc(Strategy):
         """Returns the remark that one worker exchanges nothing."""
         return ("dgc changes nothing with one worker: nothing is exchanged.",) if world_size == 1 else ()
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Starts without optimizers; each gets a compressor that is at step 0 with nothing held back."""
-        super().__init__(config, session)
+        super().__init__(config, job)
         self.compressors: list[Compressor] = []
 
     def use_scaler(self, scaler: Any) -> None:
@@ -106,13 +109,13 @@ class Dgc(Strategy):
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer that applies the sparse updates; momentum is in them already."""
-        if self.session.world_size == 1:
+        if self.job.world_size == 1:
             return optimizer
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
         for compressor in self.compressors:
             compressor.give(parameters)
         self.compressors.append(Compressor(self.config))
-        return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.session)
+        return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.job)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
         """Records that what was exchanged for ``parameters`` was cleared."""
@@ -283,9 +286,10 @@ class SparseUpdateOptimizer(OptimizerWrapper):
 
     has_own_state = True
 
-    def __init__(self, optimizer: Optimizer, compressor: Compressor, session: Workers) -> None:
+    def __init__(self, optimizer: Optimizer, compressor: Compressor, job: Job) -> None:
         super().__init__(optimizer)
-        self._compressor, self._session = compressor, session
+        self._compressor = compressor
+        self._job = job
         self._note_groups()
 
     def _note_groups(self) -> None:
@@ -330,7 +334,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         if not self._compressor.v:
             return super().saving_note()
         return (
-            f"dgc: the optimizer state holds what worker {self._session.global_rank} has not sent yet. To resume "
+            f"dgc: the optimizer state holds what worker {self._job.global_rank} has not sent yet. To resume "
             "exactly, save one file for each worker; from a single file the others start with nothing held back."
         )
 
@@ -341,12 +345,12 @@ class SparseUpdateOptimizer(OptimizerWrapper):
             name: {places[p]: t.clone() for p, t in getattr(self._compressor, name).items() if p in places}
             for name in ("u", "v")
         }
-        mine = {"steps": self._compressor.steps, "rank": self._session.global_rank, **held}
+        mine = {"steps": self._compressor.steps, "rank": self._job.global_rank, **held}
         return {**super().state_dict(), "dgc": mine}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; raises ConfigError when it holds back entries of parameters of another size."""
-        saved = state_dict.get("dgc", {"steps": 0, "rank": self._session.global_rank, "u": {}, "v": {}})
+        saved = state_dict.get("dgc", {"steps": 0, "rank": self._job.global_rank, "u": {}, "v": {}})
         parameters = self.parameters()
         for place, held in saved["v"].items():
             if place >= len(parameters) or parameters[place].numel() != held.numel():
@@ -354,10 +358,10 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "dgc"})
         self._note_groups()
         self._compressor.steps = int(saved["steps"])
-        mine = saved["rank"] == self._session.global_rank
+        mine = saved["rank"] == self._job.global_rank
         if not mine and saved["v"]:
             warnings.warn(
-                f"dgc: this state was saved by worker {saved['rank']}; worker {self._session.global_rank} starts with "
+                f"dgc: this state was saved by worker {saved['rank']}; worker {self._job.global_rank} starts with "
                 "nothing held back.",
                 OptionWarning,
                 stacklevel=2,
@@ -367,4 +371,4 @@ class SparseUpdateOptimizer(OptimizerWrapper):
             setattr(self._compressor, name, {parameters[i]: t.to(parameters[i].device, copy=True) for i, t in held})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None, "_compressor": None}
+        return {**super().__getstate__(), "_job": None, "_compressor": None}

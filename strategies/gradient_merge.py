@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, accumulate
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.strategies._gradients.passes import Passes, passes_of
 from fleet.strategies._gradients.set_aside import SetAside
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,9 @@ class GradientMerge(Strategy):
             return ()
         return ("gradient_merge changes nothing: gradient_merge_configs['k_steps'] is 1, one batch per update.",)
 
-    def __init__(self, config: Any, session: Any) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Starts without models and optimizers; each optimizer gets a window of ``k_steps`` batches."""
-        super().__init__(config, session)
+        super().__init__(config, job)
         self._models: list[Passes] = []
         self._windows: list[SetAside] = []
 
@@ -80,7 +83,7 @@ class GradientMerge(Strategy):
             return optimizer
         window = SetAside(
             self.name, self._windows, per_update=self.config.k_steps, average=self.config.avg, models=self._models,
-            global_rank=self.session.global_rank,
+            global_rank=self.job.global_rank,
         )  # fmt: skip
         self._windows.append(window)
         return AccumulatingOptimizer(optimizer, window)

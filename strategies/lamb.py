@@ -52,7 +52,7 @@ class Lamb(Strategy):
         """Returns an optimizer that updates the same parameter groups with LAMB."""
         excluded: tuple[str, ...] = self.config.exclude_from_weight_decay
         is_excluded = (lambda name: name.endswith(excluded)) if excluded else None
-        return LambAdam(optimizer, self.name, self.session, is_excluded, decay=self.config.lamb_weight_decay)
+        return LambAdam(optimizer, self.name, self.job, is_excluded, decay=self.config.lamb_weight_decay)
 
 
 class LambAdam(RuleWrapper):

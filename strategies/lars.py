@@ -55,7 +55,7 @@ class Lars(Strategy):
         """Returns an optimizer that updates the same parameter groups with LARS."""
         excluded: tuple[str, ...] = self.config.exclude_from_weight_decay
         is_excluded = (lambda name: any(part in name for part in excluded)) if excluded else None
-        return LarsMomentum(optimizer, self.name, self.session, is_excluded, config=self.config)
+        return LarsMomentum(optimizer, self.name, self.job, is_excluded, config=self.config)
 
 
 class LarsMomentum(RuleWrapper):

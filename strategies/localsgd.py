@@ -40,4 +40,4 @@ class Localsgd(TrainsLocally):
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that averages the parameters every ``k_steps`` steps."""
-        return LocalOptimizer(optimizer, self.name, self.session, self.config.begin_step, self.config.k_steps)
+        return LocalOptimizer(optimizer, self.name, self.job, self.config.begin_step, self.config.k_steps)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 
 _MOST_BITS = 8
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._shared.segments import norm_modules, run_segment
 from fleet.strategies._shared.stages import on_some_stage
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
 
@@ -78,7 +81,7 @@ class Recompute(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when a name or pattern in ``checkpoints`` fits no module."""
-        check_patterns(model, self.config.checkpoints, self.session)
+        check_patterns(model, self.config.checkpoints, self.job)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
@@ -134,10 +137,10 @@ def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Mo
     return {name: m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
-def check_patterns(model: nn.Module, patterns: tuple[str, ...], session: Workers | None) -> None:
+def check_patterns(model: nn.Module, patterns: tuple[str, ...], job: Job | None) -> None:
     """Raises ConfigError for one of ``patterns`` that fits no module of any stage, with the nearest names."""
     modules = [name for name, _ in model.named_modules() if name]
-    fits = on_some_stage([any(fnmatchcase(name, pattern) for name in modules) for pattern in patterns], session)
+    fits = on_some_stage([any(fnmatchcase(name, pattern) for name in modules) for pattern in patterns], job)
     for pattern, fitting in zip(patterns, fits, strict=True):
         if not fitting:
             near = did_you_mean(pattern, modules) or f" Modules: {', '.join(list(modules)[:12])}."

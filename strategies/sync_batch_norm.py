@@ -39,12 +39,12 @@ class SyncBatchNorm(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with every batch norm replaced; parameters and buffers are the same objects."""
         # Workers along mp and pp see the same rows: theirs must not be counted again.
-        group = self.session.axes.group(*COPY_AXES)
+        group = self.job.axes.group(*COPY_AXES)
         if group is None:
             return model
         if group == dist.group.WORLD:
             group = None  # by which torch means the same, and a module that holds a group cannot be copied
-        if self.session.device.type == "cuda":
+        if self.job.device.type == "cuda":
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
             return converted
         return convert_batch_norm(model, group)
@@ -52,11 +52,7 @@ class SyncBatchNorm(Strategy):
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Raises ConfigError for a new batch norm, which is not replaced."""
         plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        if (
-            added
-            and self.session.axes.group(*COPY_AXES) is not None
-            and any(isinstance(m, plain) for m in model.modules())
-        ):
+        if added and self.job.axes.group(*COPY_AXES) is not None and any(isinstance(m, plain) for m in model.modules()):
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and sync_batch_norm replaced "
                 "the batch norms that were there then. Complete the model first, then call distributed_model()."

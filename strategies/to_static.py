@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,10 @@ class ToStatic(Strategy):
         # None lets the compiler notice by itself which sizes vary; False would recompile for each batch size.
         dynamic: Any = True if config.dynamic else None
         mode = None if config.mode == "default" else config.mode
-        if mode is None and self.session.options["build_strategy"].allow_cuda_graph_capture:
+        if mode is None and self.job.options["build_strategy"].allow_cuda_graph_capture:
             mode = "reduce-overhead"  # the other modes that may be set with it record CUDA graphs already
         how: dict[str, Any] = {"mode": mode}
-        if self.session.device.type == "cpu":
+        if self.job.device.type == "cpu":
             # torch 2.13 on one thread: compiled convolutions before batch norm write outside their buffers, and the
             # process dies in malloc (pytorch/pytorch#181618). They do not where each tensor keeps its own layout.
             how = {"options": {**torch._inductor.list_mode_options(mode or "default"), "layout_optimization": False}}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet.job.axes import COPY_AXES
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, top_level
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, top_level
 from fleet.strategies._gradients.gradient_exchange import exchange_in
 
 
@@ -62,11 +62,11 @@ class UseHierarchicalAllreduce(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model`` with its exchange on two levels; every worker must call this."""
-        size = self.session.options["hierarchical_allreduce_inter_nranks"]
-        size = size if size > 1 else self.session.local_world_size
-        axes = self.session.axes
+        size = self.job.options["hierarchical_allreduce_inter_nranks"]
+        size = size if size > 1 else self.job.local_world_size
+        axes = self.job.axes
         exchange = exchange_in(model)
-        if exchange is not None and 1 < size < self.session.world_size:
+        if exchange is not None and 1 < size < self.job.world_size:
             levels = TwoLevels(axes.ranks(*COPY_AXES), axes.all_ranks(*COPY_AXES), size)
             exchange.sum = levels.sum
             exchange.use(self.name)

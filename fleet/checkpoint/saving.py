@@ -28,6 +28,7 @@ from fleet.checkpoint.to_group import StateGroup
 from fleet.checkpoint.writer import own_writer
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.axes import Axes
+from fleet.job.listener import Listener
 from fleet.job.running import running_session
 
 _VISIBLE_S = 20.0
@@ -64,18 +65,26 @@ def save(path: str | os.PathLike[str], objects: Mapping[str, Any], *, asynchrono
     session = running_session()
     folder = _checked(path, asynchronous, session, call)
     if session is not None:
-        session.beat(pause=True)
+        session.job.beat(pause=True)
     taken, token = _settled(folder, objects, session, call)
     try:
         if asynchronous and not getattr(folder, "is_of_this_process", False):
             taken.start(folder, token)
-            if session is not None and raise_failed not in session.each_step:
-                session.each_step.append(raise_failed)
+            if session is not None and session.job.listeners.find(_EarlierSave) is None:
+                session.job.listeners.add(_EarlierSave())
             return
         taken.write(folder, token, agree=partial(_raise_on_all, session))
     finally:
         if session is not None:
-            session.beat()
+            session.job.beat()
+
+
+class _EarlierSave(Listener):
+    """Raises after a step where a save that was written meanwhile has failed."""
+
+    def after_step(self, step: int) -> None:
+        """Raises CheckpointError where the last save has failed."""
+        raise_failed()
 
 
 def _settled(folder: Any, objects: Mapping[str, Any], session: Any, call: str) -> tuple[Taken, str]:
@@ -293,7 +302,7 @@ def agreed(session: Any, report: dict[str, Any], call: str) -> list[dict[str, An
     """
     if session is None or session.world_size == 1:
         return [report]
-    session.meet(call)
+    session.job.meet(call)
     reports = [json.loads(str(text)) for text in session.util.all_gather(json.dumps(report))]
     for rank, other in enumerate(reports):
         if other["problem"]:
@@ -364,4 +373,4 @@ def world_size_of(session: Any) -> int:
 
 def steps_of(session: Any) -> int:
     """Returns the number of steps that this worker has made."""
-    return 0 if session is None else int(session.num_steps)
+    return 0 if session is None else int(session.job.num_steps)

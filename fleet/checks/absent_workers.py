@@ -28,8 +28,8 @@ from fleet.errors import RendezvousError
 from fleet.job.whereabouts import named, user_line
 
 if TYPE_CHECKING:
+    from fleet.job.job import Job
     from fleet.job.roll_call import RollCall
-    from fleet.job.session import Session
 
 STUCK_S = 2.0
 
@@ -38,17 +38,18 @@ class AbsentWorkers:
     """Looks after the workers for which a server lets this one wait.
 
     Args:
-        session: of this worker.
+        job: of this worker.
         is_sync: whether only the main thread of a worker can send what the servers wait for.
     """
 
-    def __init__(self, session: Session, is_sync: bool) -> None:
-        self._session, self._is_sync = session, is_sync
+    def __init__(self, job: Job, is_sync: bool) -> None:
+        self._job = job
+        self._is_sync = is_sync
         self._since: dict[tuple[int, str, int], float] = {}  # rank, its call, the step of this worker
 
     def look_after(self, ranks: Sequence[int]) -> None:
         """Raises RendezvousError when one of ``ranks``, for which this worker waits, can never come."""
-        roll_call = self._session.roll_call
+        roll_call = self._job.roll_call
         if roll_call is not None:
             roll_call.check_restarted(ranks)
             if self._is_sync and threading.current_thread() is threading.main_thread():
@@ -56,14 +57,14 @@ class AbsentWorkers:
 
     def _check_stuck(self, roll_call: RollCall, ranks: Sequence[int]) -> None:
         now, found = time.monotonic(), roll_call.waiting(ranks)
-        seen = [(rank, place, self._session.num_steps) for rank, place in found.items() if rank in ranks]
+        seen = [(rank, place, self._job.num_steps) for rank, place in found.items() if rank in ranks]
         self._since = {one: self._since.get(one, now) for one in seen}
         stuck = [rank for rank, place, step in seen if now - self._since[rank, place, step] >= STUCK_S]
         if not stuck or not roll_call.still_wait(stuck):
             return
         places = "\n".join(f"  {named([rank])}: waits in {found[rank]}" for rank in stuck)
         text = (
-            f"{self._session.who} {user_line()} waits at the parameter servers for {named(stuck)}, and in a call that "
+            f"{self._job.who} {user_line()} waits at the parameter servers for {named(stuck)}, and in a call that "
             f"all workers must make {named(stuck)} waits for this worker, so neither can go on:\n{places}\nIn sync "
             "mode the steps of the others wait for each worker. Call fleet.barrier_worker() after the last batch, "
             "before a call that all must make (fleet.metrics, fleet.all_reduce, Checkpoint.save()); or give all "

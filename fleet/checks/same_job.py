@@ -11,12 +11,33 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fleet.errors import ConfigError
+from fleet.job.axes import COPY_AXES
+from fleet.job.job import Job
+from fleet.job.listener import Listener
 from fleet.job.roll_call import RollCall
 from fleet.job.whereabouts import named
 from fleet.options import DistributedStrategy
+from fleet.strategies._declare.fields import Values
 from fleet.strategies._shared.experts import expert_modules, expert_names
 
 _MAX_SHOWN = 3
+
+
+class SameJob(Listener):
+    """Compares options and models between the workers of ``job`` before anything is exchanged."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def options_asked(self, call: str, options: Values) -> None:
+        """Raises ConfigError on every worker unless all have the same ``options``."""
+        if self._job.roll_call is not None and isinstance(options, DistributedStrategy):
+            check_options(self._job.roll_call, call, options)
+
+    def before_wrap(self, module: nn.Module) -> None:
+        """Raises ConfigError unless the workers that hold the same part of the model have the same ``module``."""
+        if self._job.roll_call is not None:
+            check_model(self._job.roll_call, module, self._job.axes.ranks(*COPY_AXES, "mp"))
 
 
 def check_options(roll_call: RollCall, call: str, options: DistributedStrategy) -> None:

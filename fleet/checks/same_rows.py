@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import MODEL_AXES, SEQUENCE_AXES, Axes
+from fleet.job.job import Job
+from fleet.job.listener import Listener
 from fleet.job.whereabouts import named
+from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch
@@ -51,21 +55,46 @@ class SameRows:
                 raise ConfigError(different_rows(call, list(by_digest.values()), self._axes))
 
 
-class SameSequences:
+class SameSequences(Listener):
     """Compares the rows from which the workers along ``sep`` and ``cp`` cut their tokens, before the first forwards.
 
     The inputs of forward are other tokens on each of them; the whole rows are seen where the script splits them.
 
     Args:
-        axes: the place of this worker.
-        device: where the workers can exchange numbers.
+        job: the workers, and where they stand.
         forwards: how many forwards are preceded by a comparison.
     """
 
-    def __init__(self, axes: Axes, device: torch.device, forwards: int = _BATCHES) -> None:
-        self._axes, self._device, self._left = axes, device, forwards if axes.size(*SEQUENCE_AXES) > 1 else 0
+    def __init__(self, job: Job, forwards: int = _BATCHES) -> None:
+        self._job = job
+        self._axes = job.axes
+        self._device = job.device
+        self._left = forwards if job.axes.size(*SEQUENCE_AXES) > 1 else 0
         self._noted: set[str] = set()
         self._looks = True
+        self._has_stepped = False
+        self.takes_means = False  # sequence_mean() was called
+
+    def before_forward(self, model: WrappedModel) -> None:
+        """Compares the rows before a forward that trains."""
+        if self._left and torch.is_grad_enabled() and model.training:
+            self.check()
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Warns before the first step where the loss may be a mean over a worker's own tokens."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        parts = self._job.axes.size(*SEQUENCE_AXES)
+        if not self.takes_means and parts > 1:
+            warnings.warn(
+                "The workers along sep and cp hold parts of the same sequences, their gradients are added up, and "
+                "fleet.meta_parallel.sequence_mean() was not called. A mean over a worker's own tokens gives gradients "
+                f"that are {parts} times too large. Write sequence_mean(sum of the losses, "
+                "number of tokens). A loss that you divide by the tokens of the whole sequence is right as it is.",
+                OptionWarning,
+                stacklevel=4,
+            )
 
     def note(self, tensor: Tensor) -> None:
         """Remembers the whole rows ``tensor`` until the next forward; called where a worker takes its tokens."""

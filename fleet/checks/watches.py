@@ -9,17 +9,17 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fleet.checks.comparison import checksums, digest
 from fleet.errors import ConfigError
 from fleet.job.whereabouts import user_line
-from fleet.strategies._gradients.passes import Passes
+from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import is_part, local
-from fleet.training.fleet_model import FleetModel
-from fleet.training.fleet_optimizer import FleetOptimizer
 
 __all__ = ["LoadNote", "ModelWatch", "OptimizerWatch"]
 
@@ -52,7 +52,7 @@ class ModelWatch:
         exchanged: the parameters that trained when the workers last agreed on them.
     """
 
-    def __init__(self, model: FleetModel, registered: int) -> None:
+    def __init__(self, model: WrappedModel, registered: int) -> None:
         self.model, self.forwards, self.is_compared = model, 0, False
         self.loaded_at = self.before = ""
         self.note_parameters(registered)
@@ -64,8 +64,7 @@ class ModelWatch:
     @property
     def used(self) -> int:
         """How often the wrapped model ran, and how many backward passes came through it."""
-        passes: Passes = self.model._passes
-        return self.forwards + passes.begun
+        return self.forwards + self.model._passes.begun
 
     @property
     def is_divided(self) -> bool:
@@ -150,8 +149,10 @@ class OptimizerWatch:
             view of a whole bucket.
     """
 
-    def __init__(self, optimizer: FleetOptimizer) -> None:
-        self.optimizer, self.is_compared = optimizer, False
+    def __init__(self, optimizer: OptimizerWrapper, user_optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.user_optimizer = user_optimizer
+        self.is_compared = False
         self.loaded_at = self.before = ""
         self.strangers: dict[str, Tensor] = {}
         self.models: dict[ModelWatch, int] = {}
@@ -160,8 +161,8 @@ class OptimizerWatch:
         self.left: tuple[TensorWeakRef, int] | None = None
         self.seen: tuple[int, ...] = ()
         self.handles: list[Any] = []
-        if hasattr(optimizer.user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            self.handles.append(optimizer.user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
+        if hasattr(user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            self.handles.append(user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
 
     def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
         """Finds out what the optimizer trains, if anything may have changed."""
@@ -197,7 +198,7 @@ class OptimizerWatch:
     def sums(self) -> dict[str, Any]:
         """Returns a checksum of each tensor of the state, the numbers in it, and the settings of the groups."""
         tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {"the class": type(self.optimizer.user_optimizer).__name__}
+        values: dict[str, Any] = {"the class": type(self.user_optimizer).__name__}
         for number, group in enumerate(self.optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             values |= {f"{key} of group {number}": repr(value) for key, value in settings.items()}

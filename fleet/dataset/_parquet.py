@@ -28,6 +28,7 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import FeatureColumn, of_one_width
 from fleet.features.transforms import Transforms
 from fleet.job.running import running_session
+from fleet.training.batch_loops import BatchLoops
 
 __all__ = ["ParquetDataset"]
 
@@ -204,7 +205,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
         session = running_session()
         batches = self._batches()
-        yield from batches if session is None else session.loops.over(self, batches)
+        yield from batches if session is None else session.job.listeners.get(BatchLoops).over(self, batches)
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         session, (rank, size) = running_session(), _place()

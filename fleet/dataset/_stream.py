@@ -21,6 +21,7 @@ from fleet._log import LOGGER
 from fleet.dataset._stream_source import Event, ReplayableSource, StreamReader, StreamSource
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.running import running_session
+from fleet.training.batch_loops import BatchLoops
 
 if TYPE_CHECKING:
     from fleet.ps.worker.covered_rank import CoveredRank, LostRanks
@@ -149,7 +150,7 @@ class StreamDataset(IterableDataset[Any]):
             )
         session = running_session()
         batches = self._in_turn()
-        yield from batches if session is None else session.loops.over(self, batches)
+        yield from batches if session is None else session.job.listeners.get(BatchLoops).over(self, batches)
 
     def _in_turn(self) -> Iterator[Any]:
         """Yields the batches for the loop, those of ranks that were lost among them."""

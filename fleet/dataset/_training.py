@@ -125,7 +125,7 @@ def _dump_of(session: Session | None) -> Dump:
     if session is None:
         return Dump("", [], {}, 0)
     wanted = session.options["trainer_desc_configs"]
-    parameters = {name: parameter for parameter, name in session.parameter_names().items()}
+    parameters = {name: parameter for parameter, name in session.job.parameter_names().items()}
     unknown = [name for name in wanted.dump_param if name not in parameters]
     if unknown:
         raise ConfigError(

@@ -137,7 +137,7 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
         raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
     if session.world_size == 1:
         return OneWorker()
-    group = session.host_group
+    group = session.job.host_group
     if group is None:
         raise UnsupportedOptionError(
             f"{call}(fleet): the {session.world_size} workers of this job have no rendezvous address. Start it with "

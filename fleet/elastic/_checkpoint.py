@@ -19,6 +19,7 @@ from fleet.checkpoint.saving import axes_of, blind_workers, gathered, mark, take
 from fleet.checkpoint.storage import LocalFolder
 from fleet.elastic._faults import Faults
 from fleet.elastic._folder import candidates, check_whole, new_name, remove_leftovers, remove_unfinished
+from fleet.elastic._health import Health
 from fleet.elastic._restore import Found, Restore, workers_of
 from fleet.elastic._sampler import ElasticSampler
 from fleet.elastic._state import from_bytes, kinds_of, optimizer_state, take_random, to_bytes, windows
@@ -26,12 +27,13 @@ from fleet.elastic._write import Background, ShareWrite, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
 from fleet.job.running import running_session
+from fleet.training.batch_loops import BatchLoops, PeriodicSave
 
 _VISIBLE_S = 2.0  # a worker that sees the folder later than this writes no share of its own in this run
 _OWN_VISIBLE_S = 20.0  # where no other worker can write its state
 
 
-class Checkpoint:
+class Checkpoint(PeriodicSave):
     """The checkpoints of one training run in one folder.
 
     Every worker calls :meth:`save` and :meth:`resume` at the same step. A save that is interrupted at any moment, by
@@ -98,7 +100,7 @@ class Checkpoint:
         self._session = session
         self._model, self._optimizer, self._scheduler, self._data = model, optimizer, scheduler, data
         self._asynchronous, self._background = asynchronous, Background()
-        self._counted_from = session.num_steps
+        self._counted_from = session.job.num_steps
         self._saved_at = 0
         self._has_written = self._has_resumed = self._is_superseded = False
         self._is_shared: bool | None = True if session.world_size == 1 else None
@@ -108,9 +110,10 @@ class Checkpoint:
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
         )
         self._noted: tuple[int, Any] | None = None  # the position in the data after a step, and which
-        session.loops.checkpoints.append(self)
-        if data is not None and not _says_next_batch(data):
-            session.each_step.append(self._note_position)
+        session.job.listeners.get(BatchLoops).checkpoints.append(self)
+        session.job.listeners.add(self)
+        self._notes_position = data is not None and not _says_next_batch(data)
+        self._has_begun = False  # a write beside training
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -124,7 +127,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """How many times the distributed optimizers have stepped in this training run, including before a restart."""
-        return self._session.num_steps - self._counted_from
+        return self._session.job.num_steps - self._counted_from
 
     def save(self, epoch: int | None = None, *, wait: bool = False) -> None:
         """Writes a checkpoint of the current state; every worker calls it after the same step.
@@ -146,18 +149,17 @@ class Checkpoint:
         self._take_folder()
         # Data whose set_epoch() the loop does not call stays in epoch 0, whatever the script has counted.
         self.epoch = epoch if epoch is not None else max(self.epoch, int(getattr(self._data, "epoch", 0)))
-        self._session.beat(pause=True)  # writing may take longer than a step
-        self._session.meet("Checkpoint.save()")
+        self._session.job.beat(pause=True)  # writing may take longer than a step
+        self._session.job.meet("Checkpoint.save()")
         reports = self._agree(self._background.finish())
         write = self._plan(reports)
         self._saved_at = self.step
         if self._asynchronous and not wait:
             self._background.start(write)
-            if self._raise_failed not in self._session.each_step:
-                self._session.each_step.append(self._raise_failed)
+            self._has_begun = True
         else:
             self._raise_on_all(attempt(write))
-        self._session.beat()
+        self._session.job.beat()
 
     def resume(self) -> bool:
         """Loads the newest complete checkpoint on every worker; returns whether there was one.
@@ -179,26 +181,31 @@ class Checkpoint:
                 "Checkpoint.resume() was called after fleet.init_worker(): the parameter servers hold what is trained, "
                 "and the worker goes on where they are. Call resume() before fleet.init_worker()."
             )
-        self._session.beat(pause=True)
-        self._session.meet("Checkpoint.resume()")
+        self._session.job.beat(pause=True)
+        self._session.job.meet("Checkpoint.resume()")
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session, self.path, self._model, self._chain)
         found = restore.find()
         self._has_resumed, self._is_superseded = True, False
         if found is not None:
             self._load(restore, found)
-        self._session.beat()
+        self._session.job.beat()
         return found is not None
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
-        if self in self._session.loops.checkpoints:
-            self._session.loops.checkpoints.remove(self)
-        for call in (self._raise_failed, self._note_position):
-            if call in self._session.each_step:
-                self._session.each_step.remove(call)
-        self._session.meet("Checkpoint.close()")
+        if self in self._loops.checkpoints:
+            self._loops.checkpoints.remove(self)
+        self._session.job.listeners.remove(self)
+        self._session.job.meet("Checkpoint.close()")
         self._raise_on_all(self._background.close())
+
+    def after_step(self, step: int) -> None:
+        """Notes the position in the data; raises CheckpointError if what is written beside training has failed."""
+        if self._notes_position:
+            self._note_position()
+        if self._has_begun:
+            self._raise_failed()
 
     def save_when_due(self, sampler: object = None) -> None:
         """Saves when ``every`` steps have passed since the last one; called between two batches.
@@ -218,16 +225,20 @@ class Checkpoint:
     def _is_due(self) -> bool:
         return bool(self.every) and self.step - self._saved_at >= self.every
 
+    @property
+    def _loops(self) -> BatchLoops:
+        return self._session.job.listeners.get(BatchLoops)
+
     def _note_position(self) -> None:
         """Takes the position in the data after a step, for a save that comes when the next batch was taken already."""
-        health = self._session.health
+        health = self._session.job.listeners.find(Health)
         if self._is_due or (health is not None and health.is_preempted):
             self._noted = self.step, self._data.state_dict()
 
     def _position(self) -> Any:
         if self._data is None:
             return None
-        if self._session.loops.holds_untrained and self._noted is not None and self._noted[0] == self.step:
+        if self._loops.holds_untrained and self._noted is not None and self._noted[0] == self.step:
             return self._noted[1]
         return self._data.state_dict()
 
@@ -271,8 +282,8 @@ class Checkpoint:
                 "each would remove the other's checkpoints. Give each a folder, or call resume() to continue from what "
                 "is there."
             )
-        for other in self._session.loops.checkpoints:
-            if other is not self and other.path == self.path:
+        for other in self._loops.checkpoints:
+            if isinstance(other, Checkpoint) and other is not self and other.path == self.path:
                 other._is_superseded = True
 
     def _stranger(self) -> str:
@@ -381,7 +392,7 @@ class Checkpoint:
             join = getattr(self._data, "joined_states", None)
             self._data.load_state_dict(restore.data_of(rest, isinstance(self._data, ElasticSampler), join))
         self.epoch, self.extra = int(rest["epoch"]), dict(rest["extra"])
-        self._counted_from = self._session.num_steps - int(rest["step"])
+        self._counted_from = self._session.job.num_steps - int(rest["step"])
         self._saved_at = self.step
         restore.put_random(rest)
 

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
-from torch import nn
 
 from fleet._log import LOGGER
 from fleet.elastic._beat import Beat
 from fleet.elastic._faults import Faults
 from fleet.elastic._preemption import Agreement, TerminationNotice
 from fleet.env import Environment
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
 from fleet.launch.processes.worker_file import PREEMPTED
-
-if TYPE_CHECKING:
-    from fleet.job.session import Session
+from fleet.training.batch_loops import BatchLoops
 
 
-class Health:
+class Health(Listener):
     """The heartbeat of a worker, its part in a coordinated stop, and the faults of a test.
 
     Args:
-        session: the running session.
+        job: that this worker trains.
         beat: the heartbeat; None when no launcher listens.
         saves_on_request: whether a request to stop makes the workers agree on a step (``--preempt_grace``).
         faults: the injected faults.
     """
 
-    def __init__(self, session: Session, beat: Beat | None, saves_on_request: bool, faults: Faults) -> None:
-        self._session, self._beat, self._faults = session, beat, faults
+    def __init__(self, job: Job, beat: Beat | None, saves_on_request: bool, faults: Faults) -> None:
+        self._job = job
+        self._beat = beat
+        self._faults = faults
         self._notice: TerminationNotice | None = None
         self._agreement: Agreement | None = None
         if saves_on_request:
             self._notice = TerminationNotice()
-            self._agreement = Agreement(_store(session), session.global_rank, session.world_size)
+            self._agreement = Agreement(_store(job), job.global_rank, job.world_size)
 
     @property
     def is_preempted(self) -> bool:
@@ -53,24 +53,25 @@ class Health:
         if self._faults.points:
             self._faults.meet("step", step)
 
-    def beat(self, pause: bool = False) -> None:
+    def beat(self, pause: bool) -> None:
         """Reports that this worker is alive."""
         if self._beat is not None:
             self._beat.beat(pause)
 
-    def watch_model(self, model: nn.Module) -> None:
+    def model_wrapped(self, model: WrappedModel) -> None:
         """Measures the worker's own work on ``model``."""
         if self._beat is not None:
-            self._beat.watch_model(model)
+            self._beat.watch_model(model.module)
 
-    def leave_when_preempted(self) -> None:
+    def next_batch(self) -> None:
         """Saves every checkpoint and ends the process when the workers have agreed to stop.
 
         A program without a ``Checkpoint`` goes on: it calls ``fleet.preempted()`` itself, or nothing saves it.
         """
-        if not self.is_preempted or not self._session.loops.checkpoints:
+        checkpoints = self._job.listeners.get(BatchLoops).checkpoints
+        if not self.is_preempted or not checkpoints:
             return
-        for checkpoint in self._session.loops.checkpoints:
+        for checkpoint in checkpoints:
             checkpoint.save(wait=True)
             LOGGER.info("Saved step %d to %s; stopping, as requested.", checkpoint.step, checkpoint.path)
         raise SystemExit(PREEMPTED)
@@ -84,23 +85,23 @@ class Health:
             self._notice.close()
 
     def _is_synchronised(self) -> bool:
-        return not any(optimizer.is_out_of_step for optimizer in self._session.optimizers)
+        return not any(optimizer.is_out_of_step for optimizer in self._job.optimizers)
 
 
-def start_health(session: Session) -> Health | None:
+def start_health(job: Job) -> Health | None:
     """Returns the health of this worker; None when nothing watches it or will ask it to stop."""
     environment = Environment()
-    faults = Faults.read(environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION"))
+    faults = Faults.read(environment.raw("FLEET_FAULTS"), job.global_rank, environment.int("FLEET_GENERATION"))
     beat = Beat.start(environment)
-    saves_on_request = environment.float("FLEET_PREEMPT_GRACE") > 0 and session.collective
+    saves_on_request = environment.float("FLEET_PREEMPT_GRACE") > 0 and job.collective
     if beat is None and not saves_on_request and "step" not in faults.points:
         return None
-    return Health(session, beat, saves_on_request, faults)
+    return Health(job, beat, saves_on_request, faults)
 
 
-def _store(session: Session) -> dist.Store | None:
+def _store(job: Job) -> dist.Store | None:
     """Returns the part of the process group's store that the agreement uses; None in a single process."""
-    if session.process_group is None or session.world_size == 1:
+    if job.process_group is None or job.world_size == 1:
         return None
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore("fleet/preempt", store)

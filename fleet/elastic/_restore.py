@@ -33,7 +33,7 @@ from fleet.checkpoint.saved_objects import takers_of
 from fleet.checkpoint.saving import axes_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import LocalFolder
-from fleet.checkpoint.to_group import GroupSource, StateGroup
+from fleet.checkpoint.to_group import GroupSource, StateGroup, StateMesh
 from fleet.checkpoint.values import decode
 from fleet.elastic._folder import candidates, check_no_link, check_whole, is_unfinished
 from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
@@ -189,7 +189,9 @@ class Restore:
         if has_own_states(index):
             return [f"{found.name}: it holds a state for each worker, and not every worker sees it"]
         degrees = {**index.job["degrees"], **self._session.axes.degrees}
-        if self._session.whole_states.has_stages or any(degrees.get(axis, 1) > 1 for axis in ("pp", "ep")):
+        if StateMesh(self._session.axes, self._session.device).has_stages or any(
+            degrees.get(axis, 1) > 1 for axis in ("pp", "ep")
+        ):
             raise ConfigError(
                 f"Checkpoint.resume(): {path}: not every worker sees it, and with a pipeline or experts each reads its "
                 "own part. Name a folder that all of them share."
@@ -301,7 +303,7 @@ class Restore:
 
 def workers_of(session: Session) -> StateGroup:
     """Returns all workers of a job, which send tensors to one another from host to host."""
-    return StateGroup(range(session.world_size), session.host_group, torch.device("cpu"))
+    return StateGroup(range(session.world_size), session.job.host_group, torch.device("cpu"))
 
 
 def _index_text(path: Path, wanted: str) -> bytes:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.running import running_session
+from fleet.training.batch_loops import BatchLoops
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
 
@@ -109,7 +110,7 @@ class ElasticSampler(Sampler[int]):
         if not _is_whole(num_samples):
             raise ConfigError(f"record({num_samples!r}) takes the number of samples of a batch, from 0.")
         session = running_session()
-        for checkpoint in () if session is None else session.loops.checkpoints:
+        for checkpoint in () if session is None else session.job.listeners.get(BatchLoops).checkpoints:
             if checkpoint.saves_by_itself(self):
                 raise ConfigError(
                     f"sampler.record({num_samples}): Checkpoint(every={checkpoint.every}) saves where "
@@ -162,7 +163,7 @@ class ElasticSampler(Sampler[int]):
         if session is None:
             yield from recorded()
             return
-        yield from session.loops.over(self, recorded())
+        yield from session.job.listeners.get(BatchLoops).over(self, recorded())
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet.checkpoint.to_group import StateMesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.random_streams import TRACKER
 from fleet.training.fleet_model import FleetModel
@@ -43,7 +44,7 @@ def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def names_elsewhere(model: nn.Module, session: Session) -> set[str]:
     """Returns the names of the whole state that only other stages hold; in a pipeline a collective call."""
     own = list((model.module if isinstance(model, FleetModel) else model).state_dict())
-    whole = session.whole_states
+    whole = StateMesh(session.axes, session.device)
     return set(whole.names(own)) - set(own) if whole.has_stages else set()
 
 

@@ -25,10 +25,12 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.elastic._health import Health
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
 from fleet.job.running import running_session
 from fleet.job.session import Session
 from fleet.options import DistributedStrategy
+from fleet.trackers.run_log import RunLog
 from fleet.training.fleet_model import FleetModel
 
 try:
@@ -130,7 +132,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         length = len(self.train_dataset) if has_length(self.train_dataset) else 0
         fills = self._session.data_replicas > 1 and not self.args.dataloader_drop_last
         if fills and not self.accelerator.split_batches and length % batch:
-            self._session.say(
+            self._session.job.say(
                 f"TrainingArguments(dataloader_drop_last=False): {length} rows are no multiple of {batch}, the rows of "
                 f"all workers' batches, so Trainer fills the last batch of an epoch with {-length % batch} rows from "
                 "its beginning, which count twice. dataloader_drop_last=True leaves that batch out."
@@ -157,7 +159,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Computes one batch of an evaluation, and tells the launcher that this worker is alive."""
-        self._session.beat()
+        self._session.job.beat()
         return super().prediction_step(*args, **kwargs)
 
     # ---- files -------------------------------------------------------------------------------------------------------
@@ -236,14 +238,15 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains; when the job was asked to stop, it writes a checkpoint and leaves with ``elastic.PREEMPTED``."""
         result = super().train(*args, **kwargs)
-        if self._session.health is not None and self._session.health.is_preempted:
+        health = self._session.job.listeners.find(Health)
+        if health is not None and health.is_preempted:
             raise SystemExit(fleet.elastic.PREEMPTED)
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs as Trainer does, and to the job's trackers (``strategy.trackers``, the launcher's ``--tracker``)."""
         super().log(logs, *args, **kwargs)
-        if self._session.run_log.is_recorded:
+        if self._session.job.listeners.get(RunLog).is_recorded:
             numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
             fleet.log(numbers, step=self.state.global_step)
 

@@ -255,7 +255,7 @@ def agree(args: Any, session: Session) -> None:
     state.distributed_type = kind if several else DistributedType.NO
     state.backend = backend_of(session)
     state.num_processes, state.process_index = session.world_size, session.global_rank
-    state.local_process_index = session.local_rank
+    state.local_process_index = session.job.local_rank
     state.device = session.device
     args.__dict__["_setup_devices"] = session.device  # computed once, when the arguments were made
     args._n_gpu = int(on_gpu)  # one device a process: more would put the model in torch's DataParallel

@@ -258,7 +258,7 @@ class FleetWorkers:
         """Returns when every worker has called it; raises RendezvousError when one does not."""
         session = running_session()
         if session is not None:
-            session.meet(f"{self._framework}'s barrier()")
+            session.job.meet(f"{self._framework}'s barrier()")
 
     def broadcast(self, obj: Sent, src: int = 0) -> Sent:
         """Returns the ``obj`` of worker ``src`` on every worker: numbers, texts, tensors, lists and dictionaries.

@@ -12,15 +12,28 @@ import torch.distributed as dist
 
 from fleet._addresses import means_itself
 from fleet._log import LOGGER, show_log
+from fleet.checks.both_wrapped import BothWrapped
+from fleet.checks.changed_parameters import ChangedParameters
+from fleet.checks.equal_states import EqualStates
+from fleet.checks.exchanged_gradients import ExchangedGradients
+from fleet.checks.raw_steps import RawSteps
+from fleet.checks.same_job import SameJob
+from fleet.checks.same_rows import SameSequences
+from fleet.checks.watched import Watched
+from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.job import Job
 from fleet.job.process_group import Meeting, start_process_group
 from fleet.job.session import Session
 from fleet.job.whereabouts import user_line
 from fleet.options import DistributedStrategy
+from fleet.profile.step_watch import StepWatch
 from fleet.role.record import Role
 from fleet.role_maker import PaddleCloudRoleMaker
-from fleet.strategies._declare.strategy_plan import plan
+from fleet.strategies._declare.strategy_plan import Plan, plan
+from fleet.trackers.run_log import RunLog
+from fleet.training.batch_loops import BatchLoops
 
 if TYPE_CHECKING:
     from fleet.role.record import RoleRecord
@@ -53,23 +66,47 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         group = start_process_group(meeting_of(record, environment, device), say)
     if record.global_rank == 0:
         LOGGER.info("fleet: %d worker(s), %s, started by %s; plan: %s", record.world_size, device, record.source, made)
-    session = Session(
-        role_maker=role_maker,
+    job = Job(
         record=record,
         collective=not record.server_endpoints,
         device=device,
         options=options,
-        plan=made,
         say=say,
         process_group=group,
         meet_workers=meet_workers,
     )
+    session = new_session(job, role_maker, made)
     if record.server_endpoints or alone:
         from fleet.ps_job.server_job import ServerJob  # collective jobs do not import the parameter server
 
-        session.server_job = ServerJob(session)
+        session.server_job = ServerJob(job, session.become_served)
     if record.with_gloo and record.kind is Role.WORKER:
-        session.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
+        job.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
+    return session
+
+
+def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
+    """Returns the session of ``job``; everything that listens to the job is there.
+
+    They hear each point in this order: a clock starts before the checks of a step, and a step is measured before it is
+    logged. What all workers must have alike is compared before the session makes groups of them.
+    """
+    add = job.listeners.add
+    add(SameJob(job))
+    session = Session(job=job, role_maker=role_maker, plan=made)
+    add(StepWatch(job))
+    add(BatchLoops(job))
+    watched = Watched(job)
+    add(BothWrapped(job))
+    add(watched)
+    add(ChangedParameters(watched))
+    add(EqualStates(watched))
+    add(ExchangedGradients(watched))
+    add(RawSteps(watched))
+    add(SameSequences(job))
+    add(RunLog(job))
+    if (health := start_health(job)) is not None:
+        add(health)
     return session
 
 

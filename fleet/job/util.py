@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -22,11 +20,8 @@ import torch.distributed as dist
 from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
-from fleet.job.running import running_session
-
-if TYPE_CHECKING:
-    from fleet.job.roll_call import RollCall
-    from fleet.role_maker import RoleMakerBase
+from fleet.job.job import Job
+from fleet.role.record import Role
 
 HostArray: TypeAlias = Any  # an array for an array, a number for a number
 
@@ -36,49 +31,30 @@ _MAX_DIMS = 16
 _SIGN = np.uint64(1 << 63)
 
 
-class Peers(Protocol):
-    """What UtilBase asks of the session."""
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this worker in the job."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the job."""
-
-    @property
-    def host_group(self) -> dist.ProcessGroup | None:
-        """Process group that moves CPU tensors; ``None`` in a single process."""
-
-    @property
-    def roll_call(self) -> RollCall | None:
-        """The roll call that precedes each exchange; ``None`` in a single process."""
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Returns a context in which a torch error becomes one that says what it means."""
-
-
 class UtilBase:
     """Collective operations on host arrays among the workers, file shards, and printing on one rank.
 
     Args:
-        session: the session to work in; ``None`` takes the running one, for a class that the script assigns to
+        job: whose workers exchange; ``None`` takes the running one, for a class that the script assigns to
             ``fleet.util``.
 
     Example:
         >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
     """
 
-    def __init__(self, session: Peers | None = None) -> None:
-        self._peers: Any = session
+    running: ClassVar[Callable[[], Job | None]] = staticmethod(lambda: None)  # the face of the library sets it
+
+    def __init__(self, job: Job | None = None) -> None:
+        self._job = job
         self.fs_client: object = None
 
-    def _set_role_maker(self, role_maker: RoleMakerBase) -> None:
+    def _set_role_maker(self, role_maker: Any) -> None:
         """Takes rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
-        record = role_maker.record
-        self._peers = SimpleNamespace(
-            global_rank=record.global_rank, world_size=record.world_size, host_group=None, record=record
+        from fleet.options import DistributedStrategy  # a job that runs has loaded it
+
+        cpu = torch.device("cpu")
+        self._job = Job(
+            record=role_maker.record, device=cpu, options=DistributedStrategy(), say=print, collective=False
         )
 
     def set_file_system(self, fs_client: object) -> None:
@@ -109,9 +85,9 @@ class UtilBase:
         group = self._group("all_reduce", comm_world)
         if group is None:
             return _number_or_array(array.copy())
-        peers = self._need_peers("all_reduce")
-        _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), peers.global_rank)
-        with peers.explaining():
+        job = self._need_job("all_reduce")
+        _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), job.global_rank)
+        with job.explaining():
             return _number_or_array(_reduce(array, mode, group))
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
@@ -125,7 +101,7 @@ class UtilBase:
         if group is None:
             return [_number_or_array(array.copy())]
         headers = self._meet("fleet.util.all_gather()", array)
-        with self._need_peers("all_gather").explaining():
+        with self._need_job("all_gather").explaining():
             return [_number_or_array(found) for found in _gather(array, headers, group)]
 
     def barrier(self, comm_world: str = "worker") -> None:
@@ -134,11 +110,11 @@ class UtilBase:
         Raises:
             ConfigError: a worker calls something else.
         """
-        job = getattr(self._need_peers("barrier"), "server_job", None)
-        if comm_world == "worker" and job is not None and job.meet_at_server():
+        job = self._need_job("barrier")
+        if comm_world == "worker" and job.meet_at_server():
             return
         if self._group("barrier", comm_world) is not None:
-            self._need_peers("barrier").roll_call.meet("fleet.util.barrier()")
+            job.meet("fleet.util.barrier()")
 
     def get_file_shard(self, files: Sequence[str]) -> list[str]:
         """Returns this worker's shard of ``files``: a contiguous run; the first workers take one more if needed.
@@ -155,17 +131,17 @@ class UtilBase:
         """
         if not isinstance(files, list):
             raise ConfigError(f"get_file_shard(files) takes a list of file names, got {files!r}.")
-        peers = self._need_peers("get_file_shard")
-        if _is_server(peers):
+        job = self._need_job("get_file_shard")
+        if _is_server(job):
             raise ConfigError("get_file_shard() is for workers; this process is a parameter server.")
-        return split_files(files, *_place_of(peers))
+        return split_files(files, job.data_rank, job.data_replicas)
 
     def print_on_rank(self, message: object, rank_id: int) -> None:
         """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError when there is none."""
-        peers = self._need_peers("print_on_rank")
-        if type(rank_id) is not int or not 0 <= rank_id < peers.world_size:
-            raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {peers.world_size - 1}.")
-        if peers.global_rank == rank_id and not _is_server(peers):
+        job = self._need_job("print_on_rank")
+        if type(rank_id) is not int or not 0 <= rank_id < job.world_size:
+            raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {job.world_size - 1}.")
+        if job.global_rank == rank_id and not _is_server(job):
             print(message, flush=True)
 
     def reduce_replicas(self, input: Any, mode: str = "sum") -> HostArray:
@@ -192,38 +168,38 @@ class UtilBase:
 
     def _counts(self, call: str) -> bool:
         """Returns whether this worker stands for its copy of the model: no other gives the same numbers."""
-        axes = getattr(self._need_peers(call), "axes", None)
-        if axes is None or axes.size(*MODEL_AXES) == 1:
-            return True
-        return bool(axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0)
+        axes = self._need_job(call).axes
+        return axes.size(*MODEL_AXES) == 1 or (axes.rank("pp") == axes.size("pp") - 1 and axes.rank("mp") == 0)
 
     def _meet(self, call: str, array: np.ndarray[Any, np.dtype[Any]]) -> list[list[int]]:
         """Returns every rank's header: dtype kind, item size in bytes, dimensions."""
         header = [_KINDS.index(array.dtype.kind), array.dtype.itemsize, *array.shape]
-        return [json.loads(found) for found in self._need_peers(call).roll_call.meet(call, json.dumps(header))]
+        roll_call = self._need_job(call).roll_call
+        assert roll_call is not None
+        return [json.loads(found) for found in roll_call.meet(call, json.dumps(header))]
 
-    def _need_peers(self, call: str) -> Any:
-        peers = running_session() if self._peers is None else self._peers
-        if peers is None:
+    def _need_job(self, call: str) -> Job:
+        job = UtilBase.running() if self._job is None else self._job
+        if job is None:
             raise NotInitializedError(f"fleet.util.{call} needs fleet.init() first.")
-        return peers
+        return job
 
     def _group(self, call: str, comm_world: str) -> dist.ProcessGroup | None:
         """Returns the group to use; ``None`` for a single process."""
-        peers = self._need_peers(call)
+        job = self._need_job(call)
         if comm_world not in ("worker", "server", "all"):
             raise ConfigError(f"{call}(comm_world={comm_world!r}) takes 'worker', 'server' or 'all'.")
-        crosses = comm_world == "server" or (comm_world == "all" and _has_servers(peers))
-        if crosses or _is_server(peers):
+        crosses = comm_world == "server" or (comm_world == "all" and bool(job.record.server_endpoints))
+        if crosses or _is_server(job):
             raise UnsupportedOptionError(
                 f"{call}(comm_world={comm_world!r}): only workers exchange host arrays. Use comm_world='worker' "
                 "on the workers."
             )
-        if peers.world_size == 1:
+        if job.world_size == 1:
             return None
-        group: dist.ProcessGroup | None = peers.host_group
+        group: dist.ProcessGroup | None = job.host_group
         if group is None:
-            if _has_servers(peers):
+            if bool(job.record.server_endpoints):
                 raise NotInitializedError(
                     f"fleet.util.{call}: no rendezvous address for host arrays is set. Set PADDLE_MASTER, or "
                     "PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT, to host:port of worker 0; the launcher does."
@@ -232,13 +208,8 @@ class UtilBase:
         return group
 
 
-def _is_server(peers: Any) -> bool:
-    kind = getattr(getattr(peers, "record", None), "kind", None)
-    return kind is not None and kind.name == "SERVER"
-
-
-def _has_servers(peers: Any) -> bool:
-    return bool(getattr(getattr(peers, "record", None), "server_endpoints", ()))
+def _is_server(job: Job) -> bool:
+    return job.record.kind is Role.SERVER
 
 
 def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
@@ -258,11 +229,6 @@ def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
     if array.ndim > _MAX_DIMS:
         raise ConfigError(f"{call}() takes arrays of at most {_MAX_DIMS} dimensions, got {array.ndim}.")
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-
-
-def _place_of(peers: Any) -> tuple[int, int]:
-    """Returns data rank and replicas; those of the job for a role maker, which knows no mesh."""
-    return getattr(peers, "data_rank", peers.global_rank), getattr(peers, "data_replicas", peers.world_size)
 
 
 def _neutral(mode: str, dtype: np.dtype[Any]) -> Any:

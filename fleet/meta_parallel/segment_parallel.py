@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fleet.checks.same_rows import SameSequences
 from fleet.errors import ConfigError
 from fleet.job.axes import SEQUENCE_AXES, Axes
 from fleet.job.running import running_session
@@ -95,7 +96,7 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     session = running_session()
     group = None
     if session is not None:
-        session.means_sequences = True
+        session.job.listeners.get(SameSequences).takes_means = True
         group = session.axes.group(*SEQUENCE_AXES)
     total = torch.as_tensor(count, device=loss_sum.device).detach().to(torch.float64).clone()
     if group is not None:
@@ -214,14 +215,14 @@ def note_rows(inputs: Tensor | dict[str, Tensor], axis: str, degree: int) -> Non
         if axis == "sep" and session.axes.size("cp") > 1:
             return
         for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
-            session.sequences.note(tensor)
+            session.job.listeners.get(SameSequences).note(tensor)
 
 
 def look_at_queries(q: Tensor, group: dist.ProcessGroup, call: str) -> None:
     """Warns where the workers of ``group`` hold the same tokens; ``call`` is the attention that got ``q``."""
     session = running_session()
     if session is not None:
-        session.sequences.look_at(q, group, call)
+        session.job.listeners.get(SameSequences).look_at(q, group, call)
 
 
 def place_along(axis: str, rank: int | None, degree: int | None, call: str) -> tuple[int, int]:

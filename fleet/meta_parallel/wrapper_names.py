@@ -18,7 +18,7 @@ _BY_AXIS = {"mp": "TensorParallel", "sep": "SegmentParallel", "sharding": "Shard
 
 def _names_of(model: FleetModel) -> tuple[str, ...]:
     """Returns Fleet's names of the wrapper that the mesh of ``model`` asks for."""
-    axes: Axes = getattr(model.__dict__.get("_observer"), "axes", None) or Axes({}, 0)
+    axes: Axes = getattr(model.__dict__.get("_job"), "axes", None) or Axes({}, 0)
     if not isinstance(model, PipelineModel):
         return (next((name for axis, name in _BY_AXIS.items() if axes.size(axis) > 1), "DataParallel"),)
     if axes.size("pp") == 1:

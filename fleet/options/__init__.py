@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
@@ -25,6 +25,9 @@ from fleet.options.views import ConfigView, view_of
 from fleet.strategies import GROUPS, REGISTRY, Strategy  # importing the package fills the registry
 from fleet.strategies._declare.fields import Config, FieldRule, Replacement, converted, plain, type_name, value_types
 from fleet.strategies._declare.strategy import JobKind, switch_rule
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 if TYPE_CHECKING:  # a stub: every option with its type, made from the registry
     from fleet.options.typed import BuildStrategyConfigView, ExecutionStrategyConfigView, TypedOptions
@@ -100,12 +103,6 @@ def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], 
 def _resets() -> dict[str, Mapping[str, Mapping[str, Any]]]:
     """Returns the keys of other options that assigning an option resets, and their values."""
     return {s.name: s.also_sets for s in REGISTRY.values() if issubclass(s, JobKind) and s.also_sets}
-
-
-class Job(Protocol):
-    """What copied a strategy: the session."""
-
-    closed: bool
 
 
 class DistributedStrategy(TypedOptions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
 
 LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
 _MIB = 1024 * 1024
-
-
-class _GroupWorkers:
-    """The session as sharding sees it here: its own options, and the workers of one group."""
-
-    def __init__(self, session: Session, options: DistributedStrategy, mesh: DeviceMesh, everyone: Any) -> None:
-        self._session, self.options, self.mesh, self.process_group = session, options, mesh, everyone
-        self.world_size = dist.get_world_size(everyone)
-        self.axes = _axes_of(mesh, everyone)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
 
 
 def _axes_of(mesh: DeviceMesh, everyone: Any) -> Axes:
@@ -82,9 +71,9 @@ def shard_by_groups(
     for strategy in strategies:
         module_chain = strategy.wrap_model(module_chain)
         optimizer_chain = strategy.wrap_optimizer(optimizer_chain)
-    wrapped = FleetModel(model, module_chain, session)
+    wrapped = FleetModel(model, module_chain, session.job)
     session.models.append(wrapped)
-    stepped = FleetOptimizer(optimizer_chain, session, optimizer)
+    stepped = FleetOptimizer(optimizer_chain, session.job, optimizer)
     session.optimizers.append(stepped)
     return wrapped, stepped
 
@@ -151,7 +140,12 @@ def _strategies(
         "optimize_offload": offload,
         "segment_broadcast_MB": buffer_max_size / _MIB,
     }
-    workers: Any = _GroupWorkers(session, options, mesh, everyone)
+    job = session.job
+    record = replace(job.record, world_size=dist.get_world_size(everyone))
+    # Sharding sees its own options, and the workers of one group.
+    workers = replace(
+        job, record=record, options=options, mesh=mesh, process_group=everyone, axes=_axes_of(mesh, everyone)
+    )
     sharding = Sharding(options["sharding_configs"], workers)
     return [DataParallelJob(None, workers), sharding] if stage == 1 else [sharding]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from fleet.training.fleet_model import FleetModel
+    from fleet.job.wrapped_model import WrappedModel
 
 PARTS = ("data", "forward", "backward", "exchange", "update", "other")
 
@@ -73,13 +73,13 @@ class StepTimes:
             self.parts["other"] += ns
             self._since += ns
 
-    def watch_model(self, model: FleetModel) -> None:
+    def watch_model(self, model: WrappedModel) -> None:
         """Measures the backward passes of ``model``, and the micro-batches of a pipeline."""
         if not isinstance(getattr(type(model), "_hooks", None), property):
             if self._backward_starts not in model._passes.starts:
                 model._passes.starts.append(self._backward_starts)
             return
-        hooks = model._hooks
+        hooks = getattr(model, "_hooks")  # noqa: B009  (of a PipelineModel)
         self._in_pipeline = True
         # Here, because a job without a pipeline loads nothing of one.
         from fleet.strategies.pipeline.hooks import PipelineParallelMicroStepLocations as Locations

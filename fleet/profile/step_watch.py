@@ -1,22 +1,24 @@
-"""StepWatch: who measures the steps of a session; nobody, unless a profile or a tracker wants to know."""
+"""StepWatch: who measures the steps of a job; nobody, unless a profile or a tracker wants to know."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.optim import Optimizer
 
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
 from fleet.profile.step_profiler import start_profiler
 from fleet.profile.step_times import StepTimes
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of
 
 if TYPE_CHECKING:
     from fleet.trackers.step_values import StepValues
-    from fleet.training.fleet_model import FleetModel
 
 
-class StepWatch:
-    """Passes on what the session says of its steps.
+class StepWatch(Listener):
+    """Passes on what the job says of its steps.
 
     Attributes:
         times: measures the parts of steps; None while nobody wants to know.
@@ -26,8 +28,9 @@ class StepWatch:
         ConfigError: FLEET_PROFILE is no range of steps.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._profiler = start_profiler(rank, device)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._profiler = start_profiler(job.global_rank, job.device)
         self.times: StepTimes | None = None if self._profiler is None else self._profiler.times
         self.values: StepValues | None = None
 
@@ -37,7 +40,7 @@ class StepWatch:
             self.times = StepTimes()
         return self.times
 
-    def forward_begins(self, model: FleetModel, inputs: Any) -> None:
+    def forward_begins(self, model: WrappedModel, inputs: Any) -> None:
         """Called before a forward of a wrapped model."""
         if self.times is not None:
             self.times.forward_begins()
@@ -51,7 +54,7 @@ class StepWatch:
         if self.times is not None:
             self.times.forward_ends()
 
-    def watch_model(self, model: FleetModel) -> None:
+    def model_wrapped(self, model: WrappedModel) -> None:
         """Measures ``model`` from now on."""
         if self.times is not None:
             self.times.watch_model(model)
@@ -59,12 +62,12 @@ class StepWatch:
         if self._profiler is not None and module is not None:
             exchange_of(module).use()  # so that each bucket has its number and strategy
 
-    def before_forward(self, step: int) -> None:
-        """Called before each forward, after ``step`` steps."""
+    def before_forward(self, model: WrappedModel) -> None:
+        """Called before each forward."""
         if self._profiler is not None:
-            self._profiler.before_forward(step)
+            self._profiler.before_forward(self._job.num_steps)
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Called before each step of an optimizer."""
         if self.times is not None:
             self.times.update_begins()

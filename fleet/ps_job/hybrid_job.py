@@ -19,13 +19,13 @@ from fleet.ps.worker.trainer_group import ProcessGroupTrainers, SingleTrainer, T
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 __all__ = ["make_hybrid_trainer", "meet_trainers"]
 
 
 def make_hybrid_trainer(
-    session: Session,
+    job: Job,
     plan: TablePlan,
     config: TrainerConfig,
     make_client: Callable[[int], Client],
@@ -34,35 +34,35 @@ def make_hybrid_trainer(
     """Returns a trainer that is not open yet, after all workers of the job have met."""
     rows = {id(module.weight) for part in plan.sparse for module in part.modules}
     tensors: dict[int, Tensor] = {}
-    for model in session.models:
+    for model in job.models:
         for tensor in (*model.module.parameters(), *model.module.buffers()):
             if id(tensor) not in rows and tensor.numel():
                 tensors[id(tensor)] = tensor
     for part in plan.dense:
         tensors |= {id(parameter): parameter for parameter in part.parameters}
     # A trainer that finds a NaN tells the others instead of letting them wait, however the check was asked for.
-    checks = config.check_finite or any(strategy.name == "check_nan_inf" for strategy in session.strategies)
+    checks = config.check_finite or any(strategy.name == "check_nan_inf" for strategy in job.strategies)
     config = replace(config, check_finite=checks)
-    return HybridTrainer(plan, config, make_client, optimizer, meet_trainers(session), list(tensors.values()))
+    return HybridTrainer(plan, config, make_client, optimizer, meet_trainers(job), list(tensors.values()))
 
 
-def meet_trainers(session: Session) -> TrainerGroup:
+def meet_trainers(job: Job) -> TrainerGroup:
     """Returns the workers of the job as a group: gloo on the host, NCCL on GPUs.
 
     Raises:
         ConfigError: nothing says where they meet.
         RendezvousError: not all have come in time.
     """
-    if session.world_size == 1:
+    if job.world_size == 1:
         return SingleTrainer()
-    if session.meet_workers is None:
+    if job.meet_workers is None:
         raise ConfigError(
-            f"hybrid_configs['dp_degree'] is {session.world_size}: the workers average dense gradients among "
+            f"hybrid_configs['dp_degree'] is {job.world_size}: the workers average dense gradients among "
             "themselves, and nothing says where they meet. Set PADDLE_MASTER to the same host:port on all of them, a "
             "free port of worker 0's machine; the launcher does it."
         )
-    group = session.meet_workers(session.device)
+    group = job.meet_workers(job.device)
     on_host = "nccl" not in str(dist.get_backend_config(group))
-    if session.device.type == "cuda" and on_host and session.record.backend in (None, "auto", "nccl"):
+    if job.device.type == "cuda" and on_host and job.record.backend in (None, "auto", "nccl"):
         group = dist.new_group(backend="nccl")  # they met for host arrays before
     return ProcessGroupTrainers(group)

@@ -58,7 +58,7 @@ from fleet.strategies.a_sync import ASync, publication_of
 from fleet.strategies.asp import Asp
 
 if TYPE_CHECKING:
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 __all__ = ["ServerJob"]
 
@@ -78,11 +78,15 @@ class ServerJob:
     """What ``fleet.init_server``, ``init_worker`` and their like work on.
 
     Args:
-        session: a session whose job has servers, or a single process that may start one in itself.
+        job: a job with servers, or a single process that may start one in itself.
+        become_served: turns a single process that trains alone into one whose updates happen on servers.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, job: Job, become_served: Callable[[], None]) -> None:
+        self._job = job
+        self._turn_served = become_served
+        job.meet_at_server = self.meet_at_server
+        job.is_between_served_steps = self._is_between_steps
         self._environment = Environment()
         self._parts: list[tuple[ServerConfig, Prepare | None]] = []  # what this process serves
         self._server_tls: ssl.SSLContext | None = None
@@ -105,12 +109,12 @@ class ServerJob:
         """
         if self.trainer is not None:
             raise ConfigError("fleet.init_worker() was called twice. Call fleet.init() first to train once more.")
-        session = self._session
-        if not session.record.server_endpoints:
+        job = self._job
+        if not job.record.server_endpoints:
             self._become_served()
         strategy, plan, metrics = self._strategy(), self.plan(), self._read_metrics()
         self._read_publication(strategy)
-        endpoints = list(session.record.server_endpoints) or [self._start_embedded(strategy)]
+        endpoints = list(job.record.server_endpoints) or [self._start_embedded(strategy)]
         served = strategy.served
         assert served is not None
         trainer = self._make_trainer(strategy, plan, endpoints)
@@ -119,7 +123,7 @@ class ServerJob:
             trainer.open()
             if self._embedded is not None:
                 self._metrics.append(metrics.serve_server(self._embedded.state, 0, endpoints[0]))
-            self._metrics.append(metrics.serve_worker(trainer, session.global_rank, endpoints))
+            self._metrics.append(metrics.serve_worker(trainer, job.global_rank, endpoints))
         except BaseException:
             served.trainer = None
             trainer.abandon()
@@ -127,15 +131,15 @@ class ServerJob:
             self._stop_embedded()
             raise
         self.trainer = trainer
-        for model in session.models if not strategy.hybrid else ():
+        for model in job.models if not strategy.hybrid else ():
             model.module.register_load_state_dict_pre_hook(LoadWarning(trainer))
-        rank = session.global_rank
-        note = thread_note(self._environment, endpoints[0], session.record.world_size)
+        rank = job.global_rank
+        note = thread_note(self._environment, endpoints[0], job.record.world_size)
         if note and rank == 0:
-            session.say(note)
-        session.say(f"init rpc client with trainer_id {rank}")
+            job.say(note)
+        job.say(f"init rpc client with trainer_id {rank}")
         mode = f"{strategy.mode}, dense gradients among the workers" if strategy.hybrid else strategy.mode
-        session.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
+        job.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
 
     def stop_worker(self) -> None:
         """Sends what waits and leaves the job; servers end when every worker has left."""
@@ -169,6 +173,10 @@ class ServerJob:
             trainer.meet("fleet.worker")
         return trainer is not None
 
+    def _is_between_steps(self) -> bool:
+        trainer = self.connected
+        return trainer is not None and not trainer.is_stepping()
+
     def before_save(self) -> None:
         """Brings the weights of ``nn.Embedding`` modules up to date; the model is about to hand its state out."""
         if self.trainer is not None:
@@ -184,22 +192,22 @@ class ServerJob:
 
     def plan(self) -> TablePlan:
         """Returns the tables of the wrapped model and optimizer."""
-        session, strategy = self._session, self._strategy()
-        if strategy.served is None or not session.models:
+        job, strategy = self._job, self._strategy()
+        if strategy.served is None or not job.models:
             missing = "distributed_optimizer" if strategy.served is None else "distributed_model"
             raise NotInitializedError(
                 f"the tables are made for a model and its optimizer, and fleet.{missing}() was not called. Call both "
                 "before fleet.init_worker() and fleet.init_server()."
             )
-        options = session.options
+        options = job.options
         tables = dict(options["sparse_table_configs"])
         plan = plan_tables(
-            [model.module for model in session.models],
+            [model.module for model in job.models],
             strategy.served.optimizer,
             geo=strategy.mode == "geo",
             adam_d2sum=options["adam_d2sum"],
             dense_here=strategy.hybrid,
-            mask_of=next((s.masks.of for s in session.strategies if isinstance(s, Asp)), None),
+            mask_of=next((s.masks.of for s in job.strategies if isinstance(s, Asp)), None),
             configure=lambda config: configure_table(config, tables.get(config.name)),
         )
         plan.ids_of(list(tables), "sparse_table_configs")  # settings of a table that does not exist are a mistake
@@ -214,7 +222,7 @@ class ServerJob:
         Raises:
             ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
         """
-        record = self._session.record
+        record = self._job.record
         keeping = read_keeping(self._environment, record.global_rank)
         self._server_tls = read_server_tls(self._environment)
         shared = replace(
@@ -234,11 +242,11 @@ class ServerJob:
             (config, None if dirname is None else self._loader(config, dirname, var_names)) for config in configs
         ]
         if keeping.note:
-            self._session.say(keeping.note)
+            self._job.say(keeping.note)
 
     def _shards(self, shared: ServerConfig, process: int) -> list[ServerConfig]:
         """Returns the configs of the servers of this process: of every shard where they can move, else one."""
-        servers = self._session.record.server_endpoints
+        servers = self._job.record.server_endpoints
         places = read_places(self._environment, servers)
         if not places:
             return [replace(shared, index=process, **self._pair(process))]
@@ -257,7 +265,7 @@ class ServerJob:
 
     def _pair(self, index: int) -> dict[str, Any]:
         """Returns the settings of a server that has a standby, or is one, and of one without: where it listens."""
-        servers = self._session.record.server_endpoints
+        servers = self._job.record.server_endpoints
         standbys = read_standbys(self._environment, servers)
         if not standbys:
             return {"endpoint": servers[index]}
@@ -276,7 +284,7 @@ class ServerJob:
             client_tls=read_worker_tls(self._environment) if first.peer or first.places else None,
             bound=read_bound_socket(self._environment),
         )
-        say = self._session.say
+        say = self._job.say
         publish = self._read_publication(self._strategy())
         parts = [(replace(config, publish=publish), prepare) for config, prepare in self._parts]
         run_servers(parts, transport=transport, notify=say, watch=self._watch)
@@ -286,12 +294,12 @@ class ServerJob:
 
         Its workers would wait for it; so the launcher ends the job at once. After an exception there is no more to say.
         """
-        begun = self._session.optimizers or self._parts
+        begun = self._job.optimizers or self._parts
         is_server = (self._environment.raw("TRAINING_ROLE") or "").strip().upper() == "PSERVER"
         if self._has_served or not begun or not is_server or getattr(sys, "last_value", None) is not None:
             return
         print(
-            f"Parameter server {self._session.global_rank} ended without serving: the script did not call "
+            f"Parameter server {self._job.global_rank} ended without serving: the script did not call "
             "fleet.run_server(), so its workers would wait for it. Write if fleet.is_server(): fleet.init_server(); "
             "fleet.run_server() after distributed_optimizer() and distributed_model().",
             file=sys.stderr,
@@ -301,25 +309,25 @@ class ServerJob:
         os._exit(1)
 
     def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Prepare:
-        session = self._session
+        job = self._job
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
         plan = self.plan()
         ids = sorted(plan.configs) if var_names is None else plan.ids_of(_names(var_names))
-        count = len(session.record.server_endpoints)
+        count = len(job.record.server_endpoints)
 
         def prepare(machine: ServerState) -> None:
             maps = {key: TableMap(key, table, count) for key, table in plan.configs.items()}
             machine.create_tables({key: table.spec(config.index) for key, table in maps.items()})
             loaded = load_tables(machine, config, {"dirname": dirname, "tables": ids})
-            session.say(f"parameter server {config.index}: loaded {loaded['rows']} rows from {dirname}")
+            job.say(f"parameter server {config.index}: loaded {loaded['rows']} rows from {dirname}")
 
         return prepare
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _strategy(self) -> ASync:
-        found = next((s for s in self._session.strategies if isinstance(s, ASync)), None)
+        found = next((s for s in self._job.strategies if isinstance(s, ASync)), None)
         if found is None:
             raise NotInitializedError(
                 "this job has no parameter servers yet. Call fleet.init_worker(), which starts one in this process."
@@ -328,9 +336,9 @@ class ServerJob:
 
     def _become_served(self) -> None:
         """Turns a single process that trains alone into a worker of the server it starts."""
-        session = self._session
-        if session.collective:
-            session.become_served()
+        job = self._job
+        if job.collective:
+            self._turn_served()
 
     def _start_embedded(self, strategy: ASync) -> str:
         read_standbys(self._environment, ())  # refuses them here
@@ -339,7 +347,7 @@ class ServerJob:
         config = replace(
             config, secret=secret, lease_s=lease_s, max_connections=config.max_connections or _OWN_CONNECTIONS
         )
-        self._embedded = Server(config, notify=self._session.say)
+        self._embedded = Server(config, notify=self._job.say)
         self._embedded.start()
         return self._embedded.endpoint
 
@@ -372,7 +380,7 @@ class ServerJob:
                 )
             self._publication = asked or option
         found = self._publication
-        if found is not None and found.tables is not None and strategy.served is not None and self._session.models:
+        if found is not None and found.tables is not None and strategy.served is not None and self._job.models:
             known = {config.name for config in self.plan().configs.values() if isinstance(config, SparseTableConfig)}
             if missing := sorted(found.tables - known):
                 raise ConfigError(
@@ -392,8 +400,8 @@ class ServerJob:
         self._stop_embedded()
 
     def _read_metrics(self) -> Metrics:
-        record = self._session.record
-        return Metrics(self._environment, len(record.server_endpoints) or 1, record.world_size, self._session.say)
+        record = self._job.record
+        return Metrics(self._environment, len(record.server_endpoints) or 1, record.world_size, self._job.say)
 
     def _stop_metrics(self) -> None:
         while self._metrics:
@@ -408,13 +416,13 @@ class ServerJob:
         if self._embedded is not None and self._embedded.config.secret is not None:
             return self._embedded.config.secret
         text = (self._environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
-        endpoints = self._session.record.server_endpoints
+        endpoints = self._job.record.server_endpoints
         if not text and all(map(stays_here, endpoints)):
             return read_user_secret(self._environment)
         return check_secret(next((one for one in endpoints if not stays_here(one)), ""), text)
 
     def _client_maker(self, endpoints: Sequence[str], strategy: ASync) -> Callable[[int], Client]:
-        record, environment, session = self._session.record, self._environment, self._session
+        record, environment, job = self._job.record, self._environment, self._job
         places = read_places(environment, record.server_endpoints)
         base = ClientConfig(
             endpoints=endpoints,
@@ -428,7 +436,7 @@ class ServerJob:
             standbys=read_standbys(environment, endpoints if record.server_endpoints else ()),
             places=[other_places(places, *one) for one in enumerate(endpoints)] if places else (),
         )
-        absent = AbsentWorkers(session, is_sync=strategy.mode == "sync")
+        absent = AbsentWorkers(job, is_sync=strategy.mode == "sync")
         remainders = Remainders()  # of all connections: a table may change from one to another
         # What is inside this process needs no TLS.
         transport = SocketTransport(client_tls=read_worker_tls(environment) if self._embedded is None else None)
@@ -441,7 +449,7 @@ class ServerJob:
             return Client(
                 config,
                 transport=transport,
-                notify=session.say,
+                notify=job.say,
                 client_id=client_id,
                 remainders=remainders,
                 look_after=absent.look_after,
@@ -454,7 +462,7 @@ class ServerJob:
         make_client = self._client_maker(endpoints, strategy)
         assert served is not None
         if strategy.hybrid:
-            return make_hybrid_trainer(self._session, plan, config, make_client, served.optimizer)
+            return make_hybrid_trainer(self._job, plan, config, make_client, served.optimizer)
         return Trainer(plan, config, make_client, served.train_here)
 
     def _trainer_config(self, strategy: ASync) -> TrainerConfig:

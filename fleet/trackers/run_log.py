@@ -1,4 +1,4 @@
-"""RunLog: what ``fleet.log`` and the values logged by themselves do: the trackers of one session."""
+"""RunLog: what ``fleet.log`` and the values logged by themselves do: the trackers of one job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fleet._exit_status import EXIT
 from fleet._log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.profile.step_watch import StepWatch
 from fleet.role.record import Role
+from fleet.strategies._declare.fields import Values
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
 from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
 from fleet.trackers.page_trackers import CurvePage, RankPage
@@ -22,10 +26,7 @@ from fleet.trackers.run_record import RunRecord
 from fleet.trackers.step_values import StepValues, peak_of
 from fleet.trackers.tracker import RunInfo, Tracker
 from fleet.trackers.value_means import ValueMeans, as_numbers
-
-if TYPE_CHECKING:
-    from fleet.job.session import Session
-    from fleet.options import DistributedStrategy
+from fleet.training.batch_loops import BatchLoops
 
 __all__ = ["RunLog"]
 
@@ -36,7 +37,7 @@ _RANK_PAGE = "the job's page (ranks)"
 _KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
-class RunLog:
+class RunLog(Listener):
     """Writes values to the trackers that the options and FLEET_TRACKERS name.
 
     Trackers are made, and so checked, when the session starts, and start with the first values.
@@ -46,9 +47,9 @@ class RunLog:
         UnsupportedOptionError: the package of a tracker is not installed.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._means = ValueMeans(session)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._means = ValueMeans(job)
         self._trackers: dict[str, Tracker] = {}
         self._has_started = False
         self._own_steps = self._unlogged_steps = 0
@@ -56,15 +57,15 @@ class RunLog:
         self._record: RunRecord | None = None
         self._rank_page: RankPage | None = None
         self.is_recorded = False
-        self.choose(session.options)
+        self.options_chosen(job.options)
 
-    def choose(self, options: DistributedStrategy) -> None:
+    def options_chosen(self, options: Values) -> None:
         """Makes the trackers that ``options`` name; raises ConfigError where others have been given values."""
-        session, environment = self._session, Environment()
-        if session.record.kind is not Role.WORKER:
+        job, environment = self._job, Environment()
+        if job.record.kind is not Role.WORKER:
             return
         if self._has_started:
-            if any(options[name] != session.options[name] for name in ("trackers", "tracker_configs")):
+            if any(options[name] != job.options[name] for name in ("trackers", "tracker_configs")):
                 raise ConfigError(
                     "distributed_optimizer(strategy=...) changes strategy.trackers or tracker_configs, and values have "
                     "been logged already. Give the strategy to fleet.init()."
@@ -86,22 +87,22 @@ class RunLog:
         if folder := environment.raw("FLEET_PAGE_FOLDER"):
             self._rank_page = RankPage(Path(folder))
             made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
-        if environment.has(_KUBEFLOW) and session.global_rank == 0:
+        if environment.has(_KUBEFLOW) and job.global_rank == 0:
             made["Kubeflow Trainer's status"] = KubeflowTracker(config.total_steps, lambda: self._step, environment)
         self._trackers = {name: tracker for name, tracker in made.items() if self._is_here(tracker)}
-        if asked and session.global_rank == 0:
+        if asked and job.global_rank == 0:
             _make_folder(Path(config.folder).expanduser())
         self._measure(options)
 
     def log(self, values: Any, step: Any = None) -> dict[str, float]:
         """Writes ``values``, see ``fleet.log``."""
-        times = self._session.step_watch.times
+        times = self._job.listeners.get(StepWatch).times
         with nullcontext() if times is None else times.aside():
             return self._log(values, step)
 
     def _log(self, values: Any, step: Any) -> dict[str, float]:
-        session = self._session
-        if session.record.kind is not Role.WORKER:
+        job = self._job
+        if job.record.kind is not Role.WORKER:
             raise ConfigError("fleet.log() is for workers; this process is a parameter server.")
         number = self._step if step is None else _checked_step(step)
         own = as_numbers(values)
@@ -113,15 +114,15 @@ class RunLog:
         self._write(own, means, number)
         return means
 
-    def after_step(self) -> None:
+    def after_step(self, step: int) -> None:
         """Counts a step, and logs what is logged by itself when it is due."""
         self._own_steps += 1
-        if self._rank_page is not None and self._session.loops.checkpoints:
-            self._rank_page.checkpoints = self._session.loops.checkpoints[-1].path
+        if self._rank_page is not None and self._job.listeners.get(BatchLoops).checkpoints:
+            self._rank_page.checkpoints = self._job.listeners.get(BatchLoops).checkpoints[-1].path
         if self._values is None:
             return
         self._unlogged_steps += 1
-        if self._unlogged_steps == self._session.options["tracker_configs"].every:
+        if self._unlogged_steps == self._job.options["tracker_configs"].every:
             found = self._values.take(self._unlogged_steps)
             self._unlogged_steps = 0
             self._write(found, found, self._step)
@@ -139,26 +140,26 @@ class RunLog:
     @property
     def _step(self) -> int:
         """Steps of the training run: with a checkpoint those before a restart too."""
-        checkpoints = self._session.loops.checkpoints
-        return checkpoints[-1].step if checkpoints else self._session.num_steps
+        checkpoints = self._job.listeners.get(BatchLoops).checkpoints
+        return checkpoints[-1].step if checkpoints else self._job.num_steps
 
     def _may_be_here(self, name: str) -> bool:
         """Returns whether this worker needs the tracker's class: our own write on worker 0 alone."""
-        return self._session.global_rank == 0 or not is_own(name)
+        return self._job.global_rank == 0 or not is_own(name)
 
     def _is_here(self, tracker: Tracker) -> bool:
-        return tracker.every_rank or self._session.global_rank == 0
+        return tracker.every_rank or self._job.global_rank == 0
 
-    def _measure(self, options: DistributedStrategy) -> None:
+    def _measure(self, options: Values) -> None:
         """Measures steps from now on where somebody here writes that."""
-        config, session = options["tracker_configs"], self._session
+        config, job = options["tracker_configs"], self._job
         if not self._trackers or not config.automatic or self._values is not None:
             return
-        times = session.step_watch.measure()
+        times = self._job.listeners.get(StepWatch).measure()
         # A forward that is counted would not run compiled.
-        peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(session.device)
-        self._values = StepValues(times, session.device, lambda: session.data_replicas, peak)
-        session.step_watch.values = self._values
+        peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(job.device)
+        self._values = StepValues(times, job.device, lambda: job.data_replicas, peak)
+        self._job.listeners.get(StepWatch).values = self._values
 
     def _write(self, own: dict[str, float], means: dict[str, float], step: int) -> None:
         if not self._trackers or not own:
@@ -173,18 +174,18 @@ class RunLog:
         if self._has_started:
             return
         self._has_started = True
-        session, environment = self._session, Environment()
-        config = session.options["tracker_configs"]
+        job, environment = self._job, Environment()
+        config = job.options["tracker_configs"]
         began = self._step - self._own_steps
         run = RunInfo(
             name=config.run_name or environment.str("PADDLE_JOB_ID"),
             project=config.project,
             folder=Path(config.folder).expanduser().absolute(),
-            rank=session.global_rank,
-            world_size=session.world_size,
-            options=session.options.to_dict(),
+            rank=job.global_rank,
+            world_size=job.world_size,
+            options=job.options.to_dict(),
         )
-        if session.global_rank == 0 and self.is_recorded:
+        if job.global_rank == 0 and self.is_recorded:
             run = self._recorded(run, step, began, environment)
         EXIT.watch()
         for name, tracker in list(self._trackers.items()):

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
+    from fleet.job.wrapped_model import WrappedModel
     from fleet.profile.step_times import StepTimes
-    from fleet.training.fleet_model import FleetModel
 
 __all__ = ["StepValues", "peak_of"]
 
@@ -64,7 +64,7 @@ class StepValues:
         self._has_all_work = True
         times.take(_READER)
 
-    def forward_begins(self, model: FleetModel, inputs: Any) -> None:
+    def forward_begins(self, model: WrappedModel, inputs: Any) -> None:
         """Called before each forward of a wrapped model with its arguments."""
         self._depth += 1
         if self._depth > 1 or not torch.is_grad_enabled() or not model.training:

@@ -15,7 +15,7 @@ import json
 import numbers
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.job.job import Job
+from fleet.job.util import UtilBase
 from fleet.job.whereabouts import named
 from fleet.strategies._shared.exchanged_texts import gather_texts
-
-if TYPE_CHECKING:
-    from fleet.job.session import Session
 
 __all__ = ["ValueMeans", "as_numbers"]
 
@@ -38,10 +37,10 @@ _CALL = "fleet.log()"
 
 
 class ValueMeans:
-    """Takes means over the workers of ``session``; see [Note: One exchange]."""
+    """Takes means over the workers of ``job``; see [Note: One exchange]."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._group: dist.ProcessGroup | None = None
 
     def of(self, values: dict[str, float], step: int) -> dict[str, float]:
@@ -55,20 +54,20 @@ class ValueMeans:
             ConfigError: the workers' names or steps differ.
             RendezvousError: a worker does not call it.
         """
-        session = self._session
-        if session.world_size == 1 or not session.collective:
+        job = self._job
+        if job.world_size == 1 or not job.collective:
             return values
         if self._group is None:
-            session.meet(_CALL)
+            job.meet(_CALL)
             timeout = timedelta(milliseconds=Environment().float("PADDLE_PG_TIMEOUT"))
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         names = sorted(values)
-        weight = 1.0 if session.util.stands_for_replica else 0.0
+        weight = 1.0 if UtilBase(job).stands_for_replica else 0.0
         own = [values[name] if weight else 0.0 for name in names]
         digest = crc32(json.dumps([names, step]).encode())
         high, low = digest >> 16, digest & 0xFFFF
         room = _LENGTH - _HEADER
-        with session.explaining():
+        with job.explaining():
             sums = self._sum([weight, high, high * high, low, low * low, *own[:room]], _LENGTH)
             if not self._all_equal(sums):
                 self._refuse(names, step)
@@ -90,7 +89,7 @@ class ValueMeans:
 
     def _all_equal(self, sums: list[float]) -> bool:
         _, high, high_squares, low, low_squares = (int(value) for value in sums[:_HEADER])
-        size = self._session.world_size
+        size = self._job.world_size
         return size * high_squares == high * high and size * low_squares == low * low
 
     def _refuse(self, names: list[str], step: int) -> None:
@@ -104,7 +103,7 @@ class ValueMeans:
             found, at = json.loads(text)
             lines.append(f"  {named(ranks, lambda rank: '')}: step {at}, values {found}")
         raise ConfigError(
-            f"[rank {self._session.global_rank} of {self._session.world_size}] {_CALL}: the workers log different "
+            f"[rank {self._job.global_rank} of {self._job.world_size}] {_CALL}: the workers log different "
             "values where all must log the same names at the same step:\n" + "\n".join(lines) + "\nCall it on every "
             "worker with the same names after the same step, and not inside `if fleet.is_first_worker():`; worker 0 "
             "writes the means."

@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from fleet.elastic._checkpoint import Checkpoint
-    from fleet.elastic._health import Health
+import torch
+
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
 
 Batch = TypeVar("Batch")
 
 
-class BatchLoops:
-    """The loops of one session.
+class PeriodicSave(Listener):
+    """A checkpoint of the training run, which may write itself every so many steps.
+
+    Attributes:
+        path: its folder.
+        every: how many steps lie between two saves; 0 saves on demand only.
+    """
+
+    path: Path
+    every: int
+
+    @property
+    def step(self) -> int:
+        """How many steps the training run has made, including those before a restart."""
+        raise NotImplementedError
+
+    def save(self, *, wait: bool = False) -> None:
+        """Writes the state; every worker calls it after the same step."""
+        raise NotImplementedError
+
+    def save_when_due(self, sampler: object = None) -> None:
+        """Saves when enough steps have passed since the last time; called between two batches."""
+        raise NotImplementedError
+
+    def saves_by_itself(self, data: object) -> bool:
+        """Returns whether it saves the position in ``data`` every so many steps."""
+        raise NotImplementedError
+
+
+class BatchLoops(Listener):
+    """The loops of one job.
 
     A loop over something of Fleet's says when it asks for its next batch (:meth:`over`). Any other loop begins a batch
     with the model's next forward. Where the position of other data is saved, that data may have given its next batch
     already: in such a loop, and where ``zip`` asks one after the other. ``holds_untrained`` says so.
 
     Args:
-        health: returns the health of this worker, None where nobody asks it to stop.
+        job: hears where a loop begins a batch.
     """
 
-    def __init__(self, health: Callable[[], Health | None]) -> None:
-        self._health = health
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._running = 0  # loops that say when they ask for their next batch
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints: list[PeriodicSave] = []
         self.holds_untrained = False
 
     def after_batch(self, data: object = None) -> None:
@@ -38,9 +70,8 @@ class BatchLoops:
         try:
             for checkpoint in self.checkpoints:
                 checkpoint.save_when_due(data)
-            health = self._health()
-            if health is not None:
-                health.leave_when_preempted()
+            for listener in self._job.listeners["next_batch"]:
+                listener.next_batch()
         finally:
             self.holds_untrained = False
 
@@ -58,7 +89,7 @@ class BatchLoops:
         finally:
             self._running -= 1
 
-    def before_forward(self) -> None:
-        """Called before a forward that trains."""
-        if self.checkpoints and not self._running:
+    def before_forward(self, model: WrappedModel) -> None:
+        """Begins a batch before a forward that trains, in a loop that does not say when it asks for one."""
+        if self.checkpoints and not self._running and torch.is_grad_enabled() and self._job.models[0].training:
             self.after_batch()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -21,13 +18,13 @@ from fleet.checkpoint.save_load import known_entries
 from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
+from fleet.job.job import Job
+from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies.amp.amp_model import AmpModel
-
-if TYPE_CHECKING:
-    from fleet.profile.step_watch import StepWatch
+from fleet.training.forward_guard import ForwardGuard
 
 # Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
 UsersClass: Any = cast("Any", object)
@@ -37,9 +34,8 @@ _OWN = frozenset(
     {
         "_chain",
         "_passes",
-        "_observer",
-        "_forward_methods",
-        "_redirected",
+        "_job",
+        "_guard",
         "_trains",
         "_exchanges",
         "_elsewhere",
@@ -58,40 +54,7 @@ _GIVES_WAY = (
 )
 
 
-class ModelObserver(Protocol):
-    """What the model tells the session."""
-
-    @property
-    def step_watch(self) -> StepWatch:
-        """Measures steps."""
-
-    def before_forward(self, model: FleetModel) -> None:
-        """Called before each forward of ``model``."""
-
-    def after_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Called after the gradients of ``parameters`` were cleared through their model."""
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Returns the parameters of all wrapped models."""
-
-    def before_join(self) -> None:
-        """Called before workers may take different numbers of batches."""
-
-    @property
-    def whole_states(self) -> StateMesh:
-        """The place of this worker on the mesh, as far as states go."""
-
-    def before_save(self) -> None:
-        """Called before a state is returned."""
-
-    def meet(self, call: str) -> None:
-        """Called where every worker must call; returns when every worker has."""
-
-    def explain(self, error: RuntimeError, model: FleetModel | None = None) -> None:
-        """Called with an error of ``model``; raises an error that says what it means for the job."""
-
-
-class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
+class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
 
     ``module`` is the user's module. Assigning an attribute assigns it there. A method that the user's class defines
@@ -106,14 +69,16 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     Args:
         module: the user's module, after strategies have rewritten parts of it.
         chain: the wrapped module that calls run; equal to ``module`` when nothing wraps it.
-        observer: told before each forward and after each clear.
+        job: hears of forwards and clears; ``None`` for a copy that torch has loaded.
     """
 
-    def __init__(self, module: nn.Module, chain: nn.Module, observer: ModelObserver | None = None) -> None:
+    _job: Job | None
+    _guard: ForwardGuard
+
+    def __init__(self, module: nn.Module, chain: nn.Module, job: Job | None = None) -> None:
         super().__init__()
-        object.__setattr__(self, "_forward_methods", set())
-        object.__setattr__(self, "_redirected", "")
-        object.__setattr__(self, "_observer", observer)
+        object.__setattr__(self, "_guard", ForwardGuard(self))
+        object.__setattr__(self, "_job", job)
         object.__setattr__(self, "_trains", True)
         object.__setattr__(self, "_exchanges", True)
         object.__setattr__(self, "_elsewhere", frozenset())
@@ -127,8 +92,8 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """Makes calls run ``chain`` from now on."""
         object.__setattr__(self, "_chain", chain)
         object.__setattr__(self, "_passes", passes_of(chain))
-        if self._observer is not None:
-            self._passes.everyone = self._observer.parameters
+        if self._job is not None:
+            self._passes.everyone = self._job.parameters
         self._follow_mode()
 
     def _follow_mode(self) -> None:
@@ -149,20 +114,21 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
-        if self._observer is None:
+        job = self._job
+        if job is None:
             return self._run(*args, **kwargs)
-        self._observer.before_forward(self)
-        watch = self._observer.step_watch
-        if is_watched := watch.times is not None:
-            watch.forward_begins(self, (args, kwargs))
+        for listener in job.listeners["before_forward"]:
+            listener.before_forward(self)
+        for listener in job.listeners["forward_begins"]:
+            listener.forward_begins(self, (args, kwargs))
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
-            self._observer.explain(error, self)
+            job.explain(error, self)
             raise
         finally:
-            if is_watched:
-                watch.forward_ends()
+            for listener in job.listeners["forward_ends"]:
+                listener.forward_ends()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = self._passes.forward(self._chain, args, kwargs)
@@ -195,8 +161,10 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         super().zero_grad(set_to_none=set_to_none)
         if type(self.module).zero_grad is not nn.Module.zero_grad:
             self.module.zero_grad(set_to_none=set_to_none)
-        if self._observer is not None:
-            self._observer.after_clear(list(self.parameters()))
+        if self._job is not None:
+            parameters = list(self.parameters())
+            for listener in self._job.listeners["gradients_cleared"]:
+                listener.gradients_cleared(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward keeps gradients local; a later backward exchanges them."""
@@ -234,8 +202,9 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         return reducer.join_hook(**kwargs)
 
     def _joining(self) -> DistributedDataParallel | None:
-        if self._observer is not None:
-            self._observer.before_join()
+        if self._job is not None:
+            for listener in self._job.listeners["before_join"]:
+                listener.before_join()
         return data_parallel_in(self._chain)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -252,7 +221,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """
         if isinstance(self._chain, AmpModel):
             loss = self._chain.leave(loss)
-        return cast(Tensor, self._passes.watch_loss(loss, exchanges))
+        return self._passes.watch_loss(loss, exchanges)
 
     def mark_forward_method(self, name: str) -> None:
         """Makes ``model.<name>(...)`` run through the wrapped module, like ``model(...)``.
@@ -261,7 +230,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         """
         if not callable(getattr(self.module, name, None)):
             raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
-        self._forward_methods.add(name)
+        self._guard.marked.add(name)
 
     def train(self, mode: bool = True) -> FleetModel:
         """Sets training mode on the user's module and everything around it."""
@@ -276,8 +245,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
         what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
         """
-        if self._observer is not None:
-            self._observer.before_save()
+        self._note_save()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         states = self._states
         if states.is_part:
@@ -302,10 +270,9 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
         """
         states = self._states
-        if self._observer is not None:
-            self._observer.before_save()
-            if states.is_collective():
-                self._observer.meet("model.full_state_dict()")
+        self._note_save()
+        if self._job is not None and states.is_collective():
+            self._job.meet("model.full_state_dict()")
         return states.whole(keep)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -313,8 +280,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
         :meth:`load_state_dict` loads it on the worker of the same place on the same mesh.
         """
-        if self._observer is not None:
-            self._observer.before_save()
+        self._note_save()
         return self._states.local()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -334,14 +300,20 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
 
         The argument of the other workers is ignored and may be ``{}``.
         """
-        if self._observer is not None:
-            self._observer.meet("model.load_full_state_dict()")
+        if self._job is not None:
+            self._job.meet("model.load_full_state_dict()")
         self._states.load_from_rank_0(state_dict)
 
     @property
     def _states(self) -> ModelStates:
-        whole = None if self._observer is None else self._observer.whole_states
-        return ModelStates(self.module, whole or StateMesh(Axes({}, 0), torch.device("cpu")), self._elsewhere)
+        job = self._job
+        whole = StateMesh(Axes({}, 0), torch.device("cpu")) if job is None else StateMesh(job.axes, job.device)
+        return ModelStates(self.module, whole, self._elsewhere)
+
+    def _note_save(self) -> None:
+        if self._job is not None:
+            for listener in self._job.listeners["before_save"]:
+                listener.before_save()
 
     def note_names_elsewhere(self, names: Iterable[str]) -> None:
         """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""
@@ -385,7 +357,7 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
             if name == "_layers":  # Fleet's name of the user's module
                 return modules["module"]
             raise AttributeError(f"{type(modules['module']).__name__!r} has no attribute {name!r}") from None
-        return self._guarded(name, value) if self._is_own_method(value) else value
+        return self._guard.guarded(name, value) if self._is_own_method(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or name == "training" or name in FleetModel.__dict__:
@@ -405,12 +377,12 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
         module = copy.deepcopy(self.module, memo)
         chain, trains = copied_chain(self._chain, self.module, module, memo)
         twin = FleetModel.__new__(type(self))
-        FleetModel.__init__(twin, module, chain, self._observer)
+        FleetModel.__init__(twin, module, chain, self._job)
         object.__setattr__(twin, "_elsewhere", self._elsewhere)
         twin.__dict__.update(
             {n: copy.copy(hooks) for n, hooks in self.__dict__.items() if n.startswith("_forward_") and "hook" in n}
         )
-        twin._forward_methods.update(self._forward_methods)
+        twin._guard.marked.update(self._guard.marked)
         object.__setattr__(twin, "_trains", trains and self._trains)
         memo[id(self)] = twin
         return twin
@@ -447,44 +419,6 @@ class FleetModel(nn.Module, UsersClass):  # type: ignore[misc]
     def _is_own_method(self, value: Any) -> bool:
         return getattr(value, "__self__", None) is self.module and self._chain is not self.module
 
-    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        if name in self._forward_methods and not self._redirected:
-            return self._redirect(method)
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or self._redirected:
-                return method(*args, **kwargs)
-            with _no_submodule_forward(self.module, name):
-                return method(*args, **kwargs)
-
-        return call
-
-    def _redirect(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Runs ``method`` inside the forward of the wrapped module and returns its result."""
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            own = {name: value for name, value in self.module.__dict__.items() if name == "forward"}
-
-            def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
-                # The method may call self(...): that is the user's own forward again.
-                del self.module.__dict__["forward"]
-                self.module.__dict__.update(own)
-                return method(*inner_args, **inner_kwargs)
-
-            self.module.__dict__["forward"] = run
-            object.__setattr__(self, "_redirected", method.__name__)
-            try:
-                with _no_backward(self.module, method.__name__):
-                    return self(*args, **kwargs)
-            finally:
-                object.__setattr__(self, "_redirected", "")
-                self.module.__dict__.pop("forward", None)
-                self.module.__dict__.update(own)
-
-        return call
-
 
 def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
     """Returns the called methods that the user's class has in common with every module or FleetModel."""
@@ -509,63 +443,6 @@ def _refuse_training(gradient: Tensor) -> None:
         "backward() reached a copy of a model that fleet.distributed_model() returned (copy.deepcopy, AveragedModel, "
         "torch.load), whose gradients nothing exchanges or unscales. To train it, pass its module: "
         "fleet.distributed_model(twin.module). For gradients of inputs alone: twin.requires_grad_(False)."
-    )
-
-
-@contextmanager
-def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
-    """Raises ConfigError when a trainable submodule of ``module`` runs inside the context with gradients recorded."""
-    names = {id(sub): name or type(module).__name__ for name, sub in module.named_modules()}
-
-    def check(running: nn.Module, inputs: Any) -> None:
-        if id(running) in names and torch.is_grad_enabled() and any(p.requires_grad for p in running.parameters()):
-            raise ConfigError(
-                f"model.{method}() runs {names[id(running)]!r} outside the wrapped forward, so its gradients would not "
-                f"be exchanged between workers. If {method}() computes an output or a loss, call "
-                f"model.mark_forward_method({method!r}) once after distributed_model(). If it runs backward() or a "
-                f"step itself, {_instead_of_self(module, method)} For evaluation run it under torch.no_grad()."
-            )
-
-    handle = register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
-    """Raises ConfigError when this thread calls ``backward()`` inside the context, where gradients stay local."""
-    original, thread = torch.autograd.backward, threading.get_ident()
-    is_open = True
-
-    @wraps(original)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_open and threading.get_ident() == thread:
-            raise ConfigError(runs_inside(module, method, "backward()"))
-        return original(*args, **kwargs)
-
-    torch.autograd.backward = refuse  # Tensor.backward looks it up at each call
-    try:
-        yield
-    finally:
-        is_open = False  # amp may have wrapped it in the meantime
-        if torch.autograd.backward is refuse:
-            torch.autograd.backward = original
-
-
-def runs_inside(module: nn.Module, method: str, what: str) -> str:
-    """Returns the message for a ``method`` that was marked although it runs ``what``."""
-    return (
-        f"model.{method}() was marked with mark_forward_method(), so it runs inside the wrapped forward, and it calls "
-        f"{what} there, before gradients can be exchanged. Do not mark it; {_instead_of_self(module, method)}"
-    )
-
-
-def _instead_of_self(module: nn.Module, method: str) -> str:
-    return (
-        f"pass the wrapped model in place of self: {type(module).__name__}.{method}(model, ...); self(...) in it then "
-        "runs the wrapped model."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,45 +15,17 @@ from fleet.checkpoint.optimizer_states import OptimizerStates
 from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import Axes
+from fleet.job.job import Job
 from fleet.strategies._gradients.passes import forwards_behind
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import Layout
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.training.fleet_model import FleetModel
+from fleet.training.forward_guard import check_outside
 
 # Stands in the place of the user's optimizer: `optimizer = fleet.distributed_optimizer(optimizer)` is right for an SGD.
 UsersClass: Any = cast("Any", object)
-
-Closure = Callable[[], float] | None
-Step = Callable[[Closure], Any]
-
-
-class StepObserver(Protocol):
-    """What the optimizer tells the session."""
-
-    @property
-    def models(self) -> list[FleetModel]:
-        """The wrapped models."""
-
-    @property
-    def whole_states(self) -> StateMesh:
-        """The place of this worker on the mesh, as far as states go."""
-
-    def before_step(self) -> None:
-        """Called before each step of the user."""
-
-    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
-        """Does a ``step`` of ``optimizer`` and returns its result."""
-
-    def after_step(self) -> None:
-        """Called after each step of the user."""
-
-    def meet(self, call: str) -> None:
-        """Called where every worker must call; returns when every worker has."""
-
-    def explain(self, error: RuntimeError) -> None:
-        """Called with an error of the optimizer inside; raises an error that says what it means for the job."""
 
 
 class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
@@ -63,28 +35,39 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     ``get_lr``, ``set_lr``, ``set_state_dict``.
     """
 
-    def __init__(self, chain: Optimizer, observer: StepObserver, user_optimizer: Optimizer) -> None:
+    def __init__(self, chain: Optimizer, job: Job, user_optimizer: Optimizer) -> None:
         super().__init__(chain)
         self.user_optimizer = user_optimizer
-        self._observer: StepObserver | None = observer
+        self._job: Job | None = job
         self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means depends on the strategies that are on."""
-        observer = self._observer
-        if observer is not None:
-            observer.before_step()
+        job = self._job
+        if job is None:
+            result = super().step(closure)
+            self._filled = False
+            return result
+        has_closure = closure is not None
         try:
-            step = super().step
-            result = step(closure) if observer is None else observer.stepping(self, step, closure)
+            check_outside(job.models, "optimizer.step()")
+            for listener in job.listeners["before_step"]:
+                listener.before_step(self, has_closure)
+            job.updating += 1
+            try:
+                result = super().step(closure)
+            finally:
+                job.updating -= 1
+            for listener in job.listeners["after_update"]:
+                listener.after_update(self, has_closure)
         except RuntimeError as error:
-            if observer is not None:
-                observer.explain(error)
+            job.explain(error)
             raise
         self._filled = False
-        if observer is not None:
-            observer.after_step()
+        job.num_steps += 1
+        for listener in job.listeners["after_step"]:
+            listener.after_step(job.num_steps)
         return result
 
     def minimize(
@@ -261,9 +244,10 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
 
     @property
     def _states(self) -> OptimizerStates:
-        if self._observer is None:
+        job = self._job
+        if job is None:
             return OptimizerStates(self, StateMesh(Axes({}, 0), torch.device("cpu")), [])
-        return OptimizerStates(self, self._observer.whole_states, self._observer.models)
+        return OptimizerStates(self, StateMesh(job.axes, job.device), cast("list[FleetModel]", job.models))
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state; entries that no optimizer state has ('epoch') are ignored."""
@@ -273,8 +257,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     set_dict = set_state_dict
 
     def _meet(self, call: str) -> None:
-        if self._observer is not None:
-            self._observer.meet(call)
+        if self._job is not None:
+            self._job.meet(call)
 
     def _has_backward(self, loss: Tensor) -> bool:
         """Returns whether the user's loop ran backward for ``loss``; the same on all ranks that run the same script.
@@ -309,4 +293,4 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._filled = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_observer": None, "_counted": {}}
+        return {**super().__getstate__(), "_job": None, "_counted": {}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from fleet.checks.same_rows import SameRows
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.job import Job
+from fleet.strategies._declare.fields import Values
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.hooks import Hook, PipelineParallelMicroStepLocations, StepHooks
 from fleet.strategies.pipeline.order import MicroStep, as_text, plan_order
@@ -19,9 +21,6 @@ from fleet.strategies.pipeline.stage import PipelineStage, stage_of
 from fleet.strategies.pipeline.step import PipelineStep
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
-
-if TYPE_CHECKING:
-    from fleet.job.session import Session
 
 _TRAIN, _EVAL, _OUTPUTS = range(3)
 
@@ -82,16 +81,17 @@ class PipelineModel(FleetModel):
         Raises:
             ConfigError: the data does not fit ``pipeline_configs``, or the optimizer is not Fleet's.
         """
-        session = self._session_for("train_batch")
+        job = self._job_for("train_batch")
         if not isinstance(optimizer, FleetOptimizer):
             raise ConfigError(
                 f"train_batch(data, optimizer) got {type(optimizer).__name__}; pass what "
                 "fleet.distributed_optimizer(optimizer) returned."
             )
         self.train()
-        session.before_forward(self)
-        with session.explaining():
-            self.__dict__.setdefault("_same_rows", SameRows(session.axes, session.device)).check(data, "train_batch()")
+        for listener in job.listeners["before_forward"]:
+            listener.before_forward(self)
+        with job.explaining():
+            self.__dict__.setdefault("_same_rows", SameRows(job.axes, job.device)).check(data, "train_batch()")
             step = self._new_step(_TRAIN, loss_fn_idx, None if scaler is None else scaler.scale)
             result = self._trained(step, data, return_micro_batch_loss)
             self._update(optimizer, lr_scheduler, scaler)
@@ -111,9 +111,9 @@ class PipelineModel(FleetModel):
         Returns:
             The loss; or the outputs of the micro-batches in a list, which is empty on all stages but the last.
         """
-        session = self._session_for("eval_batch")
+        job = self._job_for("eval_batch")
         self.eval()
-        with session.explaining(), torch.no_grad():
+        with job.explaining(), torch.no_grad():
             step = self._new_step(_EVAL if compute_loss else _OUTPUTS, loss_fn_idx, None)
             step.compute(data)
             if compute_loss:
@@ -150,7 +150,7 @@ class PipelineModel(FleetModel):
     def get_static_scheduler(self) -> str:
         """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
         layers = self._layers_here
-        self._session_for("get_static_scheduler")
+        self._job_for("get_static_scheduler")
         return as_text(self._order(), num_chunks=layers.num_chunks if layers.num_stages > 1 else 1)
 
     def runs_forwards_first(self) -> bool:
@@ -159,7 +159,7 @@ class PipelineModel(FleetModel):
         return kinds == sorted(kinds, reverse=True)
 
     def _order(self) -> tuple[MicroStep, ...]:
-        layers, config = self._layers_here, cast("Session", self._observer).options["pipeline_configs"]
+        layers, config = self._layers_here, self._options["pipeline_configs"]
         num_chunks = layers.num_chunks if layers.num_stages > 1 else 1
         return plan_order(
             layers.num_stages, layers.stage, config.accumulate_steps, num_chunks=num_chunks, mode=config.schedule_mode
@@ -181,15 +181,20 @@ class PipelineModel(FleetModel):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def _session_for(self, call: str) -> Session:
-        if self._observer is None or not self._trains:
+    def _job_for(self, call: str) -> Job:
+        if self._job is None or not self._trains:
             raise ConfigError(
                 f"{call}() was called on a copy of a model that distributed_model() returned. Call it on that model."
             )
-        return cast("Session", self._observer)
+        return self._job
+
+    @property
+    def _options(self) -> Values:
+        assert self._job is not None
+        return self._job.options
 
     def _new_step(self, mode: int, loss_index: int, scale: Any) -> PipelineStep:
-        options = cast("Session", self._observer).options
+        options = self._options
         config = options["pipeline_configs"]
         self._hooks.begin_step()
         return PipelineStep(
@@ -240,7 +245,7 @@ class PipelineModel(FleetModel):
         optimizer.clear_grad()
         if lr_scheduler is not None:
             lr_scheduler.step()
-        settings = cast("Session", self._observer).options["hybrid_configs"].pp_configs
+        settings = self._options["hybrid_configs"].pp_configs
         if settings.clear_every_step_cache and torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fleet.checks.broken_exchange import lost_a_peer
+from fleet.job.broken_exchange import lost_a_peer
 from fleet.verify.data_findings import data_findings, data_notes
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, Starter, VerifyRequest, process_starter, start_run

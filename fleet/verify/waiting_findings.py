@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleet.checks.broken_exchange import lost_a_peer
+from fleet.job.broken_exchange import lost_a_peer
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 from fleet.verify.user_lines import is_library

@@ -19,11 +19,24 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Values(Protocol):
+    """The options as a strategy reads them: ``options["fuse_grad_size_in_MB"]``, ``options["amp_configs"]``."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of the option, a Config for a group."""
+
+    def is_set(self, name: str) -> bool:
+        """Returns whether the user assigned the option."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options that the user assigned."""
 
 
 @dataclass(frozen=True, kw_only=True)

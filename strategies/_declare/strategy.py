@@ -5,12 +5,13 @@ The plan applies strategies from the user's objects outwards:
 
 - ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
   the final modules, because they register hooks on them.
-- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline). What it puts around the
-  optimizer stands outside the UPDATE stage: the update rules then see the parameters of this worker only.
+- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline).
 - ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
 - ``UPDATE`` replaces the update rule (lars, lamb; a_sync, where servers update) or corrects its result (asp): the
   innermost optimizer.
+- ``SHARE`` is the stage in which SHARD strategies wrap the optimizer: outside the update rules, which then see the
+  parameters of this worker only.
 - ``STEP`` decides whether a call of ``step()`` becomes an update (amp skips, gradient_merge waits, localsgd averages):
   outermost, because it must see the user's calls. gradient_merge and localsgd stand outside amp: amp may skip an
   update on one worker and not on another, and their counters must advance on all workers alike.
@@ -18,20 +19,18 @@ The plan applies strategies from the user's objects outwards:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from fleet.strategies._declare.fields import Config, FieldRule
+from fleet.strategies._declare.fields import Config, FieldRule, Values
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.job.axes import Axes
+    from fleet.job.job import Job
 
 
 class Stage(IntEnum):
@@ -42,75 +41,13 @@ class Stage(IntEnum):
     COMM = 2
     COMPILE = 3
     UPDATE = 4
-    STEP = 5
-
-
-class Values(Protocol):
-    """The options as a strategy reads them: ``options["fuse_grad_size_in_MB"]``, ``options["amp_configs"]``."""
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns the value of the option, a Config for a group."""
-
-    def is_set(self, name: str) -> bool:
-        """Returns whether the user assigned the option."""
-
-
-class Workers(Protocol):
-    """What a strategy may ask of the session: who takes part, where, and with which options."""
+    SHARE = 5
+    STEP = 6
 
     @property
-    def global_rank(self) -> int:
-        """Rank of this worker in the job."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the job."""
-
-    @property
-    def local_world_size(self) -> int:
-        """Number of workers on this node."""
-
-    @property
-    def collective(self) -> bool:
-        """Whether all workers take each step together; False in a parameter-server job."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this worker."""
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """What ``fleet.distributed_optimizer`` has returned so far."""
-
-    @property
-    def process_group(self) -> ProcessGroup | None:
-        """Process group of all workers; ``None`` in a single process."""
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The workers by axis ('dp', 'sharding'), one dim for each axis above 1; ``None`` when there is at most dp."""
-
-    @property
-    def axes(self) -> Axes:
-        """The place of this worker along every axis, and the process groups of axes."""
-
-    @property
-    def options(self) -> Values:
-        """The options the plan was made from."""
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        """The strategies of the plan."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The user's module, once ``distributed_model`` was called."""
-
-    def parameter_names(self) -> dict[torch.Tensor, str]:
-        """Returns the qualified name of every parameter of the wrapped models."""
-
-    def has_equal_gradients(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Returns whether data parallel gives every worker the same gradients of all ``parameters``."""
+    def of_optimizer(self) -> Stage:
+        """When a strategy of this stage wraps the optimizer."""
+        return Stage.SHARE if self is Stage.SHARD else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +125,10 @@ class Strategy:
             raise TypeError(f"{cls.__name__}.Config is {cls.Config!r}; it must be a class derived from Config.")
         REGISTRY[cls.name] = cls
 
-    def __init__(self, config: Any, session: Workers) -> None:
-        """Keeps ``config`` (an instance of ``Config``, or ``None``) and the session it works in."""
-        self.config, self.session = config, session
+    def __init__(self, config: Any, job: Job) -> None:
+        """Keeps ``config`` (an instance of ``Config``, or ``None``) and the job it works in."""
+        self.config = config
+        self.job = job
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         return self  # a copied model may hold hooks of it
@@ -243,6 +181,10 @@ class Strategy:
         """Returns ``optimizer``, or an optimizer of the same interface around it."""
         return optimizer
 
+    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns ``optimizer``, or one around it that counts the user's steps outside all other strategies."""
+        return optimizer
+
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Records, before a forward, that parameters of the wrapped ``model`` were added, removed, frozen or unfrozen.
 
@@ -266,14 +208,6 @@ class JobKind(Strategy):
 
     reads: ClassVar[tuple[str, ...]] = ()
     also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-
-
-@runtime_checkable
-class StepCounter(Protocol):
-    """A strategy that counts the user's steps outside all other strategies, beside what it does to the optimizer."""
-
-    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns ``optimizer``, or one around it that stands outside all."""
 
 
 def top_level(group: type[Config]) -> type[Config]:

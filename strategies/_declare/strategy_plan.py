@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionError
-from fleet.strategies._declare.fields import Config
-from fleet.strategies._declare.strategy import GROUPS, REGISTRY, JobKind, Strategy, Values
+from fleet.strategies._declare.fields import Config, Values
+from fleet.strategies._declare.strategy import GROUPS, REGISTRY, JobKind, Strategy
 
 _IN_PS_JOB = "this is a parameter-server job, and the option belongs to collective training"
 

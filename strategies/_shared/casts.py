@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fleet.strategies._declare.strategy import Values
+from fleet.strategies._declare.fields import Values
 
 _T = TypeVar("_T")
 _CAST = (torch.float16, torch.bfloat16, torch.float32)  # as autocast, which leaves float64 alone

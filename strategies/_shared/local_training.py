@@ -7,16 +7,20 @@ the same number without the snapshot's memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleet.strategies._declare.fields import Values
 from fleet.strategies._declare.optimizer_kinds import check_sgd
-from fleet.strategies._declare.strategy import Stage, Strategy, Values, Workers
+from fleet.strategies._declare.strategy import Stage, Strategy
 from fleet.strategies._gradients.flat import average, broadcast_from_rank_0
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 
 def local_training_notes(option: str, options: Values, world_size: int) -> tuple[str, ...]:
@@ -43,10 +47,10 @@ def problem_of_sequences(option: str, options: Values) -> str | None:
     return None
 
 
-def start_from_rank_0(model: nn.Module, session: Workers) -> None:
+def start_from_rank_0(model: nn.Module, job: Job) -> None:
     """Makes parameters and buffers of ``model`` equal rank 0's."""
-    if session.process_group is not None:
-        broadcast_from_rank_0([*model.parameters(), *model.buffers()], session.process_group)
+    if job.process_group is not None:
+        broadcast_from_rank_0([*model.parameters(), *model.buffers()], job.process_group)
 
 
 class TrainsLocally(Strategy):
@@ -83,13 +87,13 @@ class TrainsLocally(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, which starts from rank 0's parameters and buffers."""
-        start_from_rank_0(model, self.session)
+        start_from_rank_0(model, self.job)
         return model
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Makes new parameters equal rank 0's."""
-        if added and self.session.process_group is not None:
-            broadcast_from_rank_0([*added.values()], self.session.process_group)
+        if added and self.job.process_group is not None:
+            broadcast_from_rank_0([*added.values()], self.job.process_group)
 
 
 class LocalOptimizer(OptimizerWrapper):
@@ -100,7 +104,7 @@ class LocalOptimizer(OptimizerWrapper):
     Args:
         optimizer: the optimizer inside; its momentum stays local.
         option: the option, which names the entry in ``state_dict``.
-        session: the workers.
+        job: the workers.
         begin_step: up to this step every step averages.
         k_steps: steps between two averages after that.
     """
@@ -108,9 +112,9 @@ class LocalOptimizer(OptimizerWrapper):
     trains_locally = True
     has_own_state = True  # at an average too: momentum stays local
 
-    def __init__(self, optimizer: Optimizer, option: str, session: Workers, begin_step: int, k_steps: int) -> None:
+    def __init__(self, optimizer: Optimizer, option: str, job: Job, begin_step: int, k_steps: int) -> None:
         super().__init__(optimizer)
-        self._option, self._session, self._begin_step = option, session, begin_step
+        self._option, self._job, self._begin_step = option, job, begin_step
         self.k_steps = k_steps
         self.steps = self.averaged_at = 0
 
@@ -124,9 +128,9 @@ class LocalOptimizer(OptimizerWrapper):
 
     def average(self) -> None:
         """Averages the parameters of all workers now; every worker must call it at the same step."""
-        if self._session.process_group is not None:
+        if self._job.process_group is not None:
             trained = [p for p in self.parameters() if p.requires_grad]
-            average(trained, self._session.process_group, self._option)
+            average(trained, self._job.process_group, self._option)
         self.averaged_at = self.steps
 
     @property
@@ -136,10 +140,10 @@ class LocalOptimizer(OptimizerWrapper):
 
     def saving_note(self) -> str | None:
         """Returns what a user who saves now should know: between averages each worker has its own parameters."""
-        if self.steps == self.averaged_at or self._session.process_group is None:
+        if self.steps == self.averaged_at or self._job.process_group is None:
             return super().saving_note()
         return (
-            f"{self._option}: this state is the one of worker {self._session.global_rank} alone; the parameters were "
+            f"{self._option}: this state is the one of worker {self._job.global_rank} alone; the parameters were "
             f"averaged at step {self.averaged_at} and this is step {self.steps}. To save the average, let every worker "
             "call optimizer.average() first; to resume exactly here, save one file for each worker."
         )
@@ -162,15 +166,15 @@ class LocalOptimizer(OptimizerWrapper):
         self.steps, self.averaged_at = int(progress["steps"]), int(progress["averaged_at"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None}
+        return {**super().__getstate__(), "_job": None}
 
 
 @torch.no_grad()
-def mean_over_workers(value: float, session: Workers) -> float:
+def mean_over_workers(value: float, job: Job) -> float:
     """Returns the mean of ``value`` over all workers."""
-    if session.process_group is None:
+    if job.process_group is None:
         return value
-    total = torch.tensor([value], dtype=torch.float64 if session.device.type == "cpu" else torch.float32)
-    total = total.to(session.device)
-    average([total], session.process_group)
+    total = torch.tensor([value], dtype=torch.float64 if job.device.type == "cpu" else torch.float32)
+    total = total.to(job.device)
+    average([total], job.process_group)
     return float(total)

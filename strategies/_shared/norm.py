@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,22 +37,11 @@ from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parameter_layout import layout_of
 from fleet.strategies._shared.parts import has_parts, is_part, local, sums_over_parts
 
+if TYPE_CHECKING:
+    from fleet.job.job import Job
+
 _ALL_AXES = (*COPY_AXES, *MODEL_AXES)
 _WITH_OWNERS = ("pp", "sharding", "sep", "cp", "mp")  # a process group that every job has, and that holds the owners
-
-
-class Trained(Protocol):
-    """What a norm may ask of the session."""
-
-    axes: Axes
-    device: torch.device
-    process_group: dist.ProcessGroup | None
-
-    def parameters(self) -> Iterable[Tensor]:
-        """Returns the parameters of all wrapped models."""
-
-    def parameter_sets(self) -> Iterator[Sequence[Tensor]]:
-        """Yields lists of parameters that every worker has one of: a model's, an optimizer's, a group's."""
 
 
 def copies(parameter: Tensor, axes: Axes, over: Sequence[str] = MODEL_AXES, *, owned: bool = False) -> int:
@@ -129,26 +118,26 @@ def everywhere(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class MeshNorm:
-    """Norms of the gradients of one session, over its mesh.
+    """Norms of the gradients of one job, over its mesh.
 
     Args:
-        session: knows the mesh and the parameters.
+        job: knows the mesh and the parameters.
     """
 
-    def __init__(self, session: Trained) -> None:
-        self._session = session
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._owned = False
 
     @property
     def axes(self) -> Axes:
         """The mesh."""
-        return self._session.axes
+        return self._job.axes
 
     def owners(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the parameter that each of ``tensors`` is, or is the gradient of; ``None`` for a stranger."""
         known: dict[Any, Tensor] = {}
         seen: set[int] = set()
-        for parameters in (self._session.parameters(), *self._session.parameter_sets()):
+        for parameters in (self._job.parameters(), *self._job.parameter_sets()):
             for parameter in parameters:
                 if id(parameter) in seen:
                     continue
@@ -173,7 +162,7 @@ class MeshNorm:
             self._check_all_stages(tensors, found)
         owners = [t if owner is None else owner for t, owner in zip(tensors, found, strict=True)]
         over = _WITH_OWNERS if self._owned else _axes_of(owners, axes)
-        return _reduced(tensors, owners, axes, self._session.device, norm_type, over, owned=self._owned)
+        return _reduced(tensors, owners, axes, self._job.device, norm_type, over, owned=self._owned)
 
     def each(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the Euclidean norm of every one of ``tensors``, of the whole where it is a part, in float32."""
@@ -182,15 +171,15 @@ class MeshNorm:
 
     def agreed(self, optimizer: Any, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """Returns what a GradScaler has ``found`` in the gradients of ``optimizer`` on any worker of the job."""
-        session = self._session
-        known = {id(p) for parameters in session.parameter_sets() for p in parameters}
+        job = self._job
+        known = {id(p) for parameters in job.parameter_sets() for p in parameters}
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self.axes.size(*MODEL_AXES, "ep") == 1 or not any(id(p) in known for p in parameters):
             return found
-        mine = torch.zeros((), device=session.device)
+        mine = torch.zeros((), device=job.device)
         for value in found.values():
-            mine = torch.maximum(mine, value.to(session.device))
-        return {session.device: everywhere(mine, session.process_group)}
+            mine = torch.maximum(mine, value.to(job.device))
+        return {job.device: everywhere(mine, job.process_group)}
 
     @contextmanager
     def only_owned(self) -> Iterator[None]:
@@ -206,7 +195,7 @@ class MeshNorm:
             return
         mine = {id(owner) for owner in owners}
         weights = any(tensor is owner for tensor, owner in zip(tensors, owners, strict=True))
-        for parameters in self._session.parameter_sets():
+        for parameters in self._job.parameter_sets():
             if mine == {id(p) for p in parameters if weights or p.grad is not None}:
                 return
         raise ConfigError(

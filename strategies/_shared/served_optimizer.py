@@ -21,7 +21,7 @@ __all__ = ["SERVERS", "ServedOptimizer", "check_hooks"]
 
 _MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
 _ZERO_GRAD = Optimizer.zero_grad
-_OWN_CHECKS = "fleet.checks.first_step"  # which look at steps outside of a session's own
+_OWN_CHECKS = "fleet.checks.raw_steps"  # which look at steps outside of a session's own
 _KNOWN_STEP: list[Any] = [None]  # of torch.optim.SGD, that was looked at
 SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
 

@@ -7,15 +7,17 @@ wrapping drives it, and it keeps its state where the optimizer keeps its own, so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 
 class RuleWrapper(OptimizerWrapper):
@@ -24,15 +26,13 @@ class RuleWrapper(OptimizerWrapper):
     Args:
         optimizer: the user's optimizer; its groups and state are used, its rule is not.
         option: the option, for messages.
-        session: knows the names of the parameters.
+        job: knows the names of the parameters.
         is_excluded: whether a qualified name is left out of weight decay; ``None`` when nothing is.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, option: str, session: Workers, is_excluded: Callable[[str], bool] | None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, option: str, job: Job, is_excluded: Callable[[str], bool] | None) -> None:
         super().__init__(optimizer)
-        self._option, self._session, self._is_excluded = option, session, is_excluded
+        self._option, self._job, self._is_excluded = option, job, is_excluded
         self._excluded: dict[Tensor, bool] = {}
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class RuleWrapper(OptimizerWrapper):
         if self._is_excluded is None:
             return [decay] * len(parameters)
         if any(p not in self._excluded for p in parameters):
-            names = self._session.parameter_names()
+            names = self._job.parameter_names()
             missing = [tuple(p.shape) for p in parameters if p not in names]
             if missing:
                 raise ConfigError(
@@ -80,4 +80,4 @@ class RuleWrapper(OptimizerWrapper):
         return [0.0 if self._excluded[p] else decay for p in parameters]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None, "_is_excluded": None, "_excluded": {}}
+        return {**super().__getstate__(), "_job": None, "_is_excluded": None, "_excluded": {}}

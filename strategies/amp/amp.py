@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.gradient_exchange import exchange_in
 from fleet.strategies._shared.casts import narrow_type
 from fleet.strategies._shared.parts import is_part
@@ -21,6 +21,9 @@ from fleet.strategies.amp.amp_model import AmpModel, Region, TreatedForward, Tre
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer, LossScale
 from fleet.strategies.amp.backward_signal import Signal
 from fleet.strategies.amp.policy import check_stages, has_guard, plan_treatments
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +119,11 @@ class Amp(Strategy):
         example={"amp": True, "amp_configs": {"dtype": "float16"}},
     )
 
-    def __init__(self, config: Any, session: Workers) -> None:
-        """Chooses the type for the device of ``session`` and starts with the initial loss scale."""
-        super().__init__(config, session)
-        self.dtype = narrow_type(config, session.device.type)
-        self.region = Region(session.device.type, self.dtype)
+    def __init__(self, config: Any, job: Job) -> None:
+        """Chooses the type for the device of ``job`` and starts with the initial loss scale."""
+        super().__init__(config, job)
+        self.dtype = narrow_type(config, job.device.type)
+        self.region = Region(job.device.type, self.dtype)
         self.scale = LossScale(config, enabled=self.dtype == torch.float16)
         self._optimizers: list[AmpOptimizer] = []
         self._signal = Signal(self.scale, self._optimizers) if self.scale.in_use else None
@@ -170,8 +173,8 @@ class Amp(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when a list names nothing in ``model``, or what it asks for cannot be done there."""
-        if self.session.axes.size("pp") > 1:
-            check_stages(model, self.config, self.session)
+        if self.job.axes.size("pp") > 1:
+            check_stages(model, self.config, self.job)
         treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
         recurrent = [name for name, m in model.named_modules() if isinstance(m, nn.RNNBase) and name in treatments]
         if self.config.use_optimizer_fp16 and self._is_guarded(model) and recurrent:
@@ -215,7 +218,7 @@ class Amp(Strategy):
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns an optimizer that skips a step with an inf or nan."""
-        return AmpOptimizer(optimizer, self.scale, self.session, is_pure=self.config.is_pure, others=self._optimizers)
+        return AmpOptimizer(optimizer, self.scale, self.job, is_pure=self.config.is_pure, others=self._optimizers)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Unscales the gradients of new parameters too; raises ConfigError where modules would need copies."""

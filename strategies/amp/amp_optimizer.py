@@ -7,7 +7,7 @@ step decides once, on the host, whether it happens, and nothing else waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import MODEL_AXES
-from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.norm import any_nonfinite, everywhere
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScale:
-    """The loss scale of one session, with the counters of Paddle's ``update_loss_scaling``.
+    """The loss scale of one job, with the counters of Paddle's ``update_loss_scaling``.
 
     A finite step: ``good`` rises by 1 and ``bad`` is 0; at ``incr_every_n_steps`` the scale is multiplied by
     ``incr_ratio``, unless that is not finite in float32, and ``good`` starts again. A step with an inf or nan: ``bad``
@@ -126,7 +128,7 @@ class AmpOptimizer(OptimizerWrapper):
         self,
         optimizer: Optimizer,
         scale: LossScale,
-        session: Workers,
+        job: Job,
         *,
         is_pure: bool = False,
         others: list[AmpOptimizer] | None = None,
@@ -138,8 +140,8 @@ class AmpOptimizer(OptimizerWrapper):
         self._place = len(self._all)
         self.is_pure = is_pure
         self._scale = scale
-        self._session = session
-        self._is_stage = session.axes.size("pp") > 1
+        self._job = job
+        self._is_stage = job.axes.size("pp") > 1
         self._non_finite: Tensor | None = None
         self._grad_scale: Any = None
         self._found_inf: Any = None
@@ -153,7 +155,7 @@ class AmpOptimizer(OptimizerWrapper):
             self._look()
 
     def _look(self) -> None:
-        self._non_finite = any_nonfinite(self.parameters(), self._session.device)
+        self._non_finite = any_nonfinite(self.parameters(), self._job.device)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters, or skips the update; returns the closure's loss."""
@@ -180,7 +182,7 @@ class AmpOptimizer(OptimizerWrapper):
             self._look()
         found, self._non_finite = self._non_finite, None
         assert found is not None
-        return bool(agreed(found, self.parameters(), self._session))
+        return bool(agreed(found, self.parameters(), self._job))
 
     def _step_for_scaler(self) -> None:
         """Steps or skips as a GradScaler says; from now on it alone scales."""
@@ -230,7 +232,7 @@ class AmpOptimizer(OptimizerWrapper):
 
     def check_place(self, place: object) -> None:
         """Raises ConfigError unless ``place`` is ``None`` or names the device of this worker."""
-        device = self._session.device
+        device = self._job.device
         if place is None:
             return
         named = torch.device(place) if isinstance(place, str | torch.device) else None
@@ -256,18 +258,18 @@ class AmpOptimizer(OptimizerWrapper):
             self._scale.load_state_dict(state_dict["amp"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_session": None, "_non_finite": None, "_all": []}
+        return {**super().__getstate__(), "_job": None, "_non_finite": None, "_all": []}
 
 
-def agreed(found: Tensor, parameters: list[Any], session: Workers) -> Tensor:
+def agreed(found: Tensor, parameters: list[Any], job: Job) -> Tensor:
     """Returns whether any worker has found an inf or nan.
 
     Data parallel has added every worker's gradients to every other's, so an inf or nan of one is in all of them, and
     no message is needed; where gradients differ between workers, as those of parts of a model do, all answers are
     compared.
     """
-    if session.process_group is None or not session.collective:
+    if job.process_group is None or not job.collective:
         return found
-    if session.has_equal_gradients(parameters) and session.axes.size(*MODEL_AXES) == 1:
+    if job.has_equal_gradients(parameters) and job.axes.size(*MODEL_AXES) == 1:
         return found
-    return everywhere(found, session.process_group)
+    return everywhere(found, job.process_group)

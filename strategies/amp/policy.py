@@ -16,17 +16,19 @@ import inspect
 import re
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fleet.errors import ConfigError, did_you_mean
-from fleet.strategies._declare.strategy import Workers
 from fleet.strategies._shared.parameter_layout import is_stage
 from fleet.strategies._shared.stages import on_some_stage
 from fleet.strategies.amp.amp_model import Treatment
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 _NORM_NAME = re.compile(r"Norm(\d?[dD])?$")  # of a user's own classes: LlamaRMSNorm, LayerNorm2d
@@ -116,7 +118,7 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) or _NORM_NAME.search(type(module).__name__) is not None
 
 
-def check_stages(model: nn.Module, config: Any, session: Workers) -> None:
+def check_stages(model: nn.Module, config: Any, job: Job) -> None:
     """Raises ConfigError when a list names nothing on any stage of a pipeline; every stage must call it."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     modules = {name for name, _ in model.named_modules()}
@@ -130,7 +132,7 @@ def check_stages(model: nn.Module, config: Any, session: Workers) -> None:
         )
         for entry in getattr(config, option)
     ]
-    fits = on_some_stage([fitting for _, _, fitting in asked], session)
+    fits = on_some_stage([fitting for _, _, fitting in asked], job)
     for (option, entry, _), fitting in zip(asked, fits, strict=True):
         if not fitting:
             raise ConfigError(f"amp_configs['{option}'] has {entry!r}, which is on no stage of the pipeline.")

@@ -13,11 +13,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies.pipeline.descriptions import StagedLayers
 
 if TYPE_CHECKING:
+    from fleet.job.job import Job
     from fleet.strategies.pipeline.stage import StreamGroups
 
 # The engine is imported where a pipeline is made: every job imports this module, and most have one stage.
@@ -128,9 +129,9 @@ class Pipeline(Strategy):
             )
         return None
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Makes the process groups between stages; every worker does so at the same point."""
-        super().__init__(config, session)
+        super().__init__(config, job)
         self._dropped = WeakTensorKeyDictionary()  # parameters of other stages
         for name, reason in _WITHOUT_MEANING.items() if self._num_stages > 1 else ():
             if Environment().bool(name):
@@ -140,11 +141,11 @@ class Pipeline(Strategy):
         if self._num_stages > 1:
             from fleet.strategies.pipeline.stage import StreamGroups
 
-            self._streams = StreamGroups(session.axes, session.device)
+            self._streams = StreamGroups(job.axes, job.device)
 
     @property
     def _num_stages(self) -> int:
-        return self.session.axes.size("pp")
+        return self.job.axes.size("pp")
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError for a model that is not cut into the stages of this job."""
@@ -167,7 +168,7 @@ class Pipeline(Strategy):
             return model
         from fleet.strategies.pipeline.split import AUTO, SplitLayers
 
-        stages, stage = self._num_stages, self.session.axes.rank("pp")
+        stages, stage = self._num_stages, self.job.axes.rank("pp")
         made = SplitLayers(model, self.config.split if stages > 1 else AUTO, stages, stage, loss_fn)
         kept = set(made.parameters())
         self._dropped.update({p: True for p in model.parameters() if p not in kept})
@@ -184,5 +185,5 @@ class Pipeline(Strategy):
         if self._streams is not None:
             from fleet.strategies.pipeline.stage import make_stage
 
-            make_stage(cast(StagedLayers, model), self.session, self._streams, self.config)
+            make_stage(cast(StagedLayers, model), self.job, self._streams, self.config)
         return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.order import StageStream
 from fleet.strategies.pipeline.stage_run import StagePlace, make_links
 from fleet.strategies.pipeline.ties import Ties
+
+if TYPE_CHECKING:
+    from fleet.job.job import Job
 
 _STAGE = "fleet_stage"
 
@@ -83,12 +86,12 @@ class PipelineStage:
         return self.axes.group("pp")
 
 
-def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config: Any) -> PipelineStage:
+def make_stage(layers: StagedLayers, job: Job, streams: StreamGroups, config: Any) -> PipelineStage:
     """Returns the stage of ``layers``, whose parameters are then equal where they must be; every worker calls it."""
-    axes, options, ranks = session.axes, session.options, session.axes.ranks("pp")
+    axes, options, ranks = job.axes, job.options, job.axes.ranks("pp")
     settings = options["hybrid_configs"].pp_configs
     place = StagePlace(layers.num_stages, layers.stage, layers.num_chunks, config.schedule_mode)
-    make_links(place, ranks, streams.group_of, session.device)
+    make_links(place, ranks, streams.group_of, job.device)
     ties = Ties(layers, axes.all_ranks("pp"), axes.global_rank, axes.group("pp"), timeout_s())
     copies = axes.group(*COPY_AXES)
     if copies is not None:
@@ -110,7 +113,7 @@ def make_stage(layers: StagedLayers, session: Any, streams: StreamGroups, config
         late=ties.parameters(),
     )
     stage = PipelineStage(
-        layers, place, axes, session.device, ties, reducer,
+        layers, place, axes, job.device, ties, reducer,
         sends_headers=settings.enable_dynamic_shape or not config.p2p_cache_shape, pp_configs=settings,
     )  # fmt: skip
     layers.__dict__.update({_STAGE: stage, EXCHANGE: exchange})

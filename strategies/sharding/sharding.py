@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
-from fleet.strategies._declare.fields import Config, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values
+from fleet.strategies._declare.fields import Config, Values, setting
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, Accumulator, InModel, accumulate
 from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._gradients.passes import Passes, passes_of
@@ -34,6 +34,7 @@ from fleet.strategies.sharding.units import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fleet.job.job import Job
     from fleet.strategies.sharding.divided_model import DividedModule, Division, ShardedOptimizer
 
 _MIB = 1024 * 1024
@@ -213,11 +214,11 @@ class Sharding(Strategy):
             found.append("sharding_configs['optimize_offload'] changes nothing on the CPU: the state is there already.")
         return tuple(found)
 
-    def __init__(self, config: Any, session: Any) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Takes the degrees, the stage and the number of batches from the options."""
-        super().__init__(config, session)
-        hybrid = session.options["hybrid_configs"].sharding_configs
-        self.zero_stage = stage_of(session.options)
+        super().__init__(config, job)
+        hybrid = job.options["hybrid_configs"].sharding_configs
+        self.zero_stage = stage_of(job.options)
         self._per_update: int = config.gradient_merge_acc_step
         self._per_exchange: int = hybrid.accumulate_steps
         self._accumulators: list[Accumulator] = []
@@ -230,7 +231,7 @@ class Sharding(Strategy):
 
     @property
     def _alone(self) -> bool:
-        mesh = self.session.mesh
+        mesh = self.job.mesh
         return mesh is None or "sharding" not in (mesh.mesh_dim_names or ())
 
     @property
@@ -240,8 +241,8 @@ class Sharding(Strategy):
 
     @property
     def _mesh(self) -> DeviceMesh:
-        assert self.session.mesh is not None
-        return self.session.mesh
+        assert self.job.mesh is not None
+        return self.job.mesh
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when an anchor is wrong, or a parameter cannot be divided."""
@@ -250,7 +251,7 @@ class Sharding(Strategy):
         if self.zero_stage > 1 and not self._alone:
             check_divisible(model)
             check_types(model, self._units(model))
-            if self.session.options["find_unused_parameters"]:
+            if self.job.options["find_unused_parameters"]:
                 from fleet.strategies.sharding.divided_model import check_find_unused
 
                 check_find_unused()
@@ -293,7 +294,7 @@ class Sharding(Strategy):
         if self._alone:
             return optimizer
         if self.zero_stage == 1:
-            group, experts = self._mesh.get_group("sharding"), self.session.axes.group("moe_sharding")
+            group, experts = self._mesh.get_group("sharding"), self.job.axes.group("moe_sharding")
             offload = self.config.optimize_offload
             return PartitionedOptimizer(optimizer, group, self._buffer_bytes, offload, experts)
         from fleet.strategies.sharding.divided_model import ShardedOptimizer
@@ -312,7 +313,7 @@ class Sharding(Strategy):
         if self._per_update > 1 and (self._alone or self.zero_stage == 1):
             accumulator = SetAside(
                 self.name, everyone, per_update=self._per_update, models=self._models,
-                global_rank=self.session.global_rank,
+                global_rank=self.job.global_rank,
             )  # fmt: skip
         elif self._alone:
             return optimizer  # gradients of several backward passes add up by themselves
@@ -352,18 +353,18 @@ class Sharding(Strategy):
     def _division(self) -> Division:
         from fleet.strategies.sharding.divided_model import Division
 
-        session, mesh = self.session, self._mesh
-        average = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        replicas, merged = session.axes.data_replicas, self._per_update
-        plain = average and merged == 1 and replicas == session.axes.size(*COPY_AXES)
+        job, mesh = self.job, self._mesh
+        average = job.options["gradient_scale_configs"].scale_strategy == "avg"
+        replicas, merged = job.axes.data_replicas, self._per_update
+        plain = average and merged == 1 and replicas == job.axes.size(*COPY_AXES)
         return Division(
-            mesh=copies_mesh(mesh, session.axes),
-            process_group=session.axes.group(*COPY_AXES),
+            mesh=copies_mesh(mesh, job.axes),
+            process_group=job.axes.group(*COPY_AXES),
             reshard_after_forward=self.zero_stage == 3,
             divisor=None if plain else float((replicas if average else 1) * merged),
             sum_first=self._sum_first,
             offload=self.config.optimize_offload,
-            find_unused=session.options["find_unused_parameters"],
+            find_unused=job.options["find_unused_parameters"],
         )
 
     def _count_batches(self, model: nn.Module) -> None:

@@ -13,15 +13,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._declare.fields import Config, setting
+from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, Values, Workers, top_level
+from fleet.strategies._declare.strategy import Guide, Stage, Strategy, top_level
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in, mark_parts
 from fleet.strategies._shared.parts import local
 from fleet.strategies._shared.random_streams import TRACKER
 
 if TYPE_CHECKING:
+    from fleet.job.job import Job
     from fleet.strategies.tensor_parallel.plan import ResolvedPlan
 
 # Layers and checks are imported where a model is divided: every job imports this module, and most divide no layer.
@@ -95,19 +96,19 @@ class TensorParallel(Strategy):
         },
     )
 
-    def __init__(self, config: Any, session: Workers) -> None:
+    def __init__(self, config: Any, job: Job) -> None:
         """Tells layers which workers share them, and seeds the random streams."""
-        super().__init__(config, session)
-        self._axes = session.axes
+        super().__init__(config, job)
+        self._axes = job.axes
         self._resolved: ResolvedPlan | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        if session.axes.size("mp") > 1:
+        if job.axes.size("mp") > 1:
             from fleet.strategies.tensor_parallel.place import CurrentJob
             from fleet.strategies.tensor_parallel.streams import seed_streams
 
-            CurrentJob.axes = session.axes
-            CurrentJob.recompute_allgather = session.options["hybrid_configs"].mp_configs.recompute_allgather
-            seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, session.axes, session.device)
+            CurrentJob.axes = job.axes
+            CurrentJob.recompute_allgather = job.options["hybrid_configs"].mp_configs.recompute_allgather
+            seed_streams(None if config.tensor_init_seed < 0 else config.tensor_init_seed, job.axes, job.device)
 
     def close(self) -> None:
         """Forgets the workers and the streams: layers that are made afterwards are whole."""
@@ -136,7 +137,7 @@ class TensorParallel(Strategy):
             return
         divided = int(any(layout.axis == "mp" for layout in layouts_in(model).values()))
         if self._axes.size("pp") > 1:  # a stage without divided layers is in order when another has some
-            total = torch.tensor([divided], dtype=torch.int32, device=self.session.device)
+            total = torch.tensor([divided], dtype=torch.int32, device=self.job.device)
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._axes.group("pp"))
             divided = int(total)
         if not divided:
@@ -184,10 +185,10 @@ class TensorParallel(Strategy):
         broadcast_from_rank_0([local(tensor.detach()) for tensor in whole_tensors(model)], group)
         sum_marked_gradients(model.named_parameters(), group)
         if self._axes.size("pp") == 1:
-            copies = self.session.options["hybrid_configs"].mp_configs.need_broadcast_data
+            copies = self.job.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
             model.register_forward_hook(EqualGradients(group))
-        if self._resolved is not None and not self.session.options["to_static"]:
+        if self._resolved is not None and not self.job.options["to_static"]:
             for compared in [model] if self._axes.size("pp") == 1 else model.children():
                 FirstForward(group, self._resolved).watch(compared)
         return model
@@ -199,8 +200,8 @@ class TensorParallel(Strategy):
             return optimizer
         from fleet.strategies.tensor_parallel.whole_parameters import EqualOptimizer, Upkeep
 
-        asked = self.session.options["hybrid_configs"].mp_configs
-        parts = tuple(asked.sync_param_name) or tuple(self.session.options["sync_param_name"])
+        asked = self.job.options["hybrid_configs"].mp_configs
+        parts = tuple(asked.sync_param_name) or tuple(self.job.options["sync_param_name"])
         upkeep = Upkeep(
             gradients=asked.sync_grad,
             parameters=asked.sync_param,
@@ -208,7 +209,7 @@ class TensorParallel(Strategy):
             averages=asked.sync_mode == "average",
             parts_of_names=() if parts == _EVERY_NAME else parts,
         )
-        return EqualOptimizer(optimizer, group, upkeep, self.session.parameter_names)
+        return EqualOptimizer(optimizer, group, upkeep, self.job.parameter_names)
 
 
 def _mark_again(model: nn.Module) -> None:

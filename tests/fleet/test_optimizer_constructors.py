@@ -13,7 +13,8 @@ from torch import nn
 
 from fleet import clip, optimizer, regularizer
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.job.session import Session
+from fleet.job.job import Job
+from fleet.job.start import new_session
 from fleet.options import DistributedStrategy
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
@@ -102,15 +103,8 @@ def test_clipping_stays_under_strategies(name: str) -> None:
         strategy.gradient_merge_configs = {"k_steps": 1}
     results = []
     for grad_clip in (None, clip.ClipGradByValue(0.0)):
-        session = Session(
-            role_maker=UserDefinedRoleMaker(is_collective=True),
-            record=RoleRecord(),
-            collective=True,
-            device=torch.device("cpu"),
-            options=strategy,
-            plan=plan(strategy, 1),
-            say=print,
-        )
+        job = Job(record=RoleRecord(), device=torch.device("cpu"), options=strategy, say=print)
+        session = new_session(job, UserDefinedRoleMaker(is_collective=True), plan(strategy, 1))
         net = net_of()
         make: Any = optimizer.Adam if name == "lamb" else optimizer.Momentum
         made = session.wrap_optimizer(make(parameters=net.parameters(), learning_rate=RATE, grad_clip=grad_clip))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
+from fleet.checks.watched import Watched
 from fleet.job.running import running_session
 from fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -50,7 +51,7 @@ def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
     session = running_session()
     assert session is not None
-    session.checks.close()
+    session.job.listeners.get(Watched).close()
     torch.manual_seed(session.axes.data_rank + 7)
     net = staged()
     model: Any = fleet.distributed_model(net)
@@ -60,7 +61,7 @@ def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
         {"params": [p for p, is_matrix in named if not is_matrix], "weight_decay": 0.0},
     ]
     optimizer: Any = fleet.distributed_optimizer(torch.optim.AdamW(groups, lr=0.05))
-    session.checks.close()
+    session.job.listeners.get(Watched).close()
     return model, optimizer
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
-from fleet.job.session import Session
+from fleet.job.job import Job
+from fleet.job.start import new_session
 from fleet.options import DistributedStrategy
 from fleet.paddle.strategy_factory import StrategyFactory
 from fleet.role.record import RoleRecord
@@ -193,15 +194,9 @@ def test_moments_of_a_local_run_are_refused_where_servers_keep_them() -> None:
 def test_one_optimizer_per_job(other: bool) -> None:
     """Adopting the strategy of the second one does not make the job forget the first."""
     found = StrategyFactory.create_sync_strategy()
-    job = Session(
-        role_maker=UserDefinedRoleMaker(is_collective=False),
-        record=RoleRecord(world_size=2),
-        collective=False,
-        device=torch.device("cpu"),
-        options=found,
-        plan=plan(found, 2, collective=False),
-        say=print,
-    )
+    record = RoleRecord(world_size=2)
+    made = Job(record=record, collective=False, device=torch.device("cpu"), options=found, say=print)
+    job = new_session(made, UserDefinedRoleMaker(is_collective=False), plan(found, 2, collective=False))
     first = job.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
 
     def second() -> None:
@@ -215,15 +210,8 @@ def test_one_optimizer_per_job(other: bool) -> None:
 
 def test_one_optimizer_in_a_single_process_that_starts_its_server() -> None:
     found = DistributedStrategy()
-    job = Session(
-        role_maker=UserDefinedRoleMaker(is_collective=True),
-        record=RoleRecord(),
-        collective=True,
-        device=torch.device("cpu"),
-        options=found,
-        plan=plan(found, 1),
-        say=print,
-    )
+    made = Job(record=RoleRecord(), device=torch.device("cpu"), options=found, say=print)
+    job = new_session(made, UserDefinedRoleMaker(is_collective=True), plan(found, 1))
     for _ in range(2):
         job.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
     with pytest.raises(ConfigError, match="one optimizer"):

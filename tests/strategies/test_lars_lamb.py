@@ -158,7 +158,7 @@ def test_names_are_needed_for_exclusion() -> None:
     """An exclusion list and no wrapped model: an error that names the call, not a list that matches nothing."""
     net = nn.Linear(2, 2)
     optimizer = made("lars", net, LarsConfig(exclude_from_weight_decay=("bias",)))
-    optimizer._session = OneModel(nn.Linear(1, 1))
+    optimizer._job = OneModel(nn.Linear(1, 1))
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ConfigError, match=r"fleet.distributed_model\(model\)"):
         optimizer.step()

@@ -51,7 +51,7 @@ def look(calls: Calls, monkeypatch: pytest.MonkeyPatch, *, is_sync: bool = True,
     while calls.places:
         absent.look_after([1])
         clock[0] += 2.0
-        session.num_steps += steps
+        session.job.num_steps += steps
 
 
 def test_a_worker_seen_twice_in_the_same_call_is_an_error_with_both_places(monkeypatch: pytest.MonkeyPatch) -> None:

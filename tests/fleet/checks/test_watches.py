@@ -32,7 +32,7 @@ def test_a_gradient_without_a_forward_is_named() -> None:
 
 def test_an_optimizer_knows_old_gradients() -> None:
     net, _, optimizer, model = job({})
-    watch = OptimizerWatch(optimizer)
+    watch = OptimizerWatch(optimizer, optimizer.user_optimizer)
     model(batch(0, 0)).square().mean().backward()
     assert not watch.has_only_old_gradients()
     watch.note_step()

@@ -90,7 +90,7 @@ def all_pairs(rank: int, world_size: int, folder: str, start: Any, six: Any) -> 
         step(model, optimizer, 3)
         session = running_session()
         assert session is not None
-        session.num_steps = 3
+        session.job.num_steps = 3
         places.append([sampler.rank, sampler.num_workers, next(iter(sampler))])
         sampler.record(3)
         draw()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fleet.checkpoint.commit import read_index
 from fleet.checkpoint.storage import LocalFolder
+from fleet.elastic._health import Health
 from fleet.job.running import running_session
 from fleet.strategies import REGISTRY, Stage, Strategy
 from fleet.strategies._declare.strategy import Values
@@ -89,8 +90,8 @@ class Recording(Training):
         super().step(batch)
         session = running_session()
         assert session is not None
-        assert session.health is not None
-        self.stops = [*getattr(self, "stops", []), session.health._is_synchronised()]
+        health = session.job.listeners.get(Health)
+        self.stops = [*getattr(self, "stops", []), health._is_synchronised()]
 
 
 def cut_and_go_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:

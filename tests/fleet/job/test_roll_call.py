@@ -160,7 +160,7 @@ def _two_exchanges(rank: int, world_size: int) -> None:
     _session()
     model = fleet.distributed_model(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()  # the first one compares the workers' states
-    with fleet.session.explaining():  # the other one has ended
+    with fleet.session.job.explaining():  # the other one has ended
         if rank == 0:
             model(torch.ones(1, 2)).sum().backward()
         else:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError, OptionWarning
+from fleet.job.job import Job
 from fleet.job.session import Session
+from fleet.job.start import new_session
 from fleet.options import DistributedStrategy
 from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
@@ -22,15 +24,9 @@ def session_with(world_size: int = 1, **options: Any) -> Session:
     """Returns a session of this process alone, with ``options`` assigned; no process group."""
     strategy = DistributedStrategy()
     strategy.update(options)
-    return Session(
-        role_maker=UserDefinedRoleMaker(is_collective=True),
-        record=RoleRecord(world_size=world_size),
-        collective=True,
-        device=torch.device("cpu"),
-        options=strategy,
-        plan=plan(strategy, world_size),
-        say=print,
-    )
+    record = RoleRecord(world_size=world_size)
+    job = Job(record=record, device=torch.device("cpu"), options=strategy, say=print)
+    return new_session(job, UserDefinedRoleMaker(is_collective=True), plan(strategy, world_size))
 
 
 def test_optimizer_strategies_nest_in_plan_order() -> None:
@@ -81,7 +77,7 @@ def test_renaming_strategies_are_caught() -> None:
     from fleet.strategies._declare.strategy import REGISTRY
 
     del REGISTRY[Renaming.name]  # not by monkeypatch, which would put it back
-    session.strategies = [Renaming(None, session)]
+    session.strategies = [Renaming(None, session.job)]
     with pytest.raises(ConfigError, match="'renaming_in_test_session' renamed parameters.*'weight' is '0.weight' now"):
         session.wrap_model(nn.Linear(1, 1))
 
@@ -102,7 +98,7 @@ def test_parameter_names_and_saving() -> None:
     net = nn.Sequential(nn.Linear(1, 2))
     session.wrap_model(net)
     optimizer = session.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    assert session.parameter_names()[net[0].bias] == "0.bias"
+    assert session.job.parameter_names()[net[0].bias] == "0.bias"
     session.before_save()
     optimizer.saving_note = lambda: "half a truth"  # type: ignore[method-assign]
     with pytest.warns(OptionWarning, match="half a truth"):

@@ -233,7 +233,9 @@ def test_print_on_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.job.util.running_session", lambda: None)  # one that an earlier test has left
+    monkeypatch.setattr(
+        "fleet.job.util.UtilBase.running", staticmethod(lambda: None)
+    )  # one that an earlier test has left
     for call in (lambda util: util.all_reduce(1), lambda util: util.get_file_shard([]), lambda util: util.barrier()):
         with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
             call(UtilBase())

@@ -79,7 +79,7 @@ def test_a_job_that_ends_inside_the_range_leaves_what_it_did(profiled: Path) -> 
 def test_a_job_that_resumes_inside_the_range_starts_there(profiled: Path) -> None:
     fleet.init(is_collective=True)
     session: Any = running_session()
-    session.num_steps = 3
+    session.job.num_steps = 3
     model = fleet.distributed_model(nn.Linear(2, 2))
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()

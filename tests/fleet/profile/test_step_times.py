@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.job.listener import Listener
 from fleet.job.running import running_session
 from fleet.profile.step_times import PARTS, StepTimes
+from fleet.profile.step_watch import StepWatch
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.helpers.workers import run_workers
@@ -61,11 +63,16 @@ def start() -> tuple[Clock, StepTimes, FleetModel, FleetOptimizer, list[dict[str
     clock = Clock()
     fleet.init(is_collective=True)
     session: Any = running_session()
-    session.step_watch.times = times = StepTimes(clock)
+    session.job.listeners.get(StepWatch).times = times = StepTimes(clock)
     optimizer = Sgd((model := Model(clock)).parameters(), lr=0.1)
     optimizer.clock = clock
     steps: list[dict[str, int]] = []
-    session.each_step.append(lambda: steps.append({k: v for k, v in times.take().items() if v}))
+
+    class Steps(Listener):
+        def after_step(self, step: int) -> None:
+            steps.append({k: v for k, v in times.take().items() if v})
+
+    session.job.listeners.add(Steps())
     return clock, times, fleet.distributed_model(model), fleet.distributed_optimizer(optimizer), steps
 
 
@@ -181,7 +188,7 @@ def train_beside_a_late_worker(rank: int, world_size: int) -> dict[str, float]:
     """Returns the largest of each part of three steps, in seconds; the backward pass of worker 1 takes long."""
     fleet.init(is_collective=True)
     session: Any = running_session()
-    session.step_watch.times = times = StepTimes()
+    session.job.listeners.get(StepWatch).times = times = StepTimes()
     model = nn.Linear(4, 4)
     if rank == 1:
         model.weight.register_hook(lambda _: time.sleep(0.3))

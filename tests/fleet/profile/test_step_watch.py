@@ -10,6 +10,7 @@ from torch import nn
 
 import fleet
 from fleet.job.running import running_session
+from fleet.profile.step_watch import StepWatch
 from fleet.strategies._gradients.gradient_exchange import exchange_in
 from tests.helpers.workers import run_workers
 
@@ -27,7 +28,7 @@ def wrap(rank: int, world_size: int) -> tuple[bool, bool, list[float]]:
         found += model.weight.grad.flatten().tolist()
         optimizer.step()
         optimizer.zero_grad()
-    return session.step_watch.times is not None, exchange_in(model._chain).registered, found
+    return session.job.listeners.get(StepWatch).times is not None, exchange_in(model._chain).registered, found
 
 
 def test_a_profile_measures_and_gives_the_same_gradients() -> None:

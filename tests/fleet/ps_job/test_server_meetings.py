@@ -70,7 +70,7 @@ def test_a_worker_that_trains_on_is_waited_for_and_named(tmp_path: Any, monkeypa
         return "waits for workers" in line and "save_persistables" in line
 
     def work(own: Fleet, rank: int) -> None:
-        own.session.say = lambda line: (said.append(line), is_of_save(line) and waits.set())
+        own.session.job.say = lambda line: (said.append(line), is_of_save(line) and waits.set())
         model, optimizer = served(own, strategy("sync"), make_sgd)
         train(model, optimizer, batches(2, rank, 2))
         if rank:

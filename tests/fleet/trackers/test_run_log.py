@@ -14,6 +14,7 @@ import torch
 import fleet
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.job.running import running_session
+from fleet.profile.step_watch import StepWatch
 from fleet.trackers import RunInfo, Tracker, named_trackers, run_log
 from tests.helpers.workers import run_workers
 
@@ -112,7 +113,7 @@ def test_values_that_are_logged_by_themselves(tmp_path: Path, kept: Kept) -> Non
 def test_nothing_is_measured_unless_asked(tmp_path: Path, kept: Kept, trackers: list[str]) -> None:
     session = start(tmp_path, trackers, automatic=False)
     train(3, log=False)
-    assert session.step_watch.times is None
+    assert session.job.listeners.get(StepWatch).times is None
     assert kept.seen == []
 
 

@@ -106,7 +106,7 @@ def test_a_stop_on_request_loses_no_batch(make: Any, tmp_path: Path, monkeypatch
 
     monkeypatch.setenv("FLEET_PREEMPT_GRACE", "30")
     model, optimizer, data, _ = start(tmp_path, make, every=0)
-    monkeypatch.setattr(Health, "is_preempted", property(lambda self: self._session.num_steps == 3))
+    monkeypatch.setattr(Health, "is_preempted", property(lambda self: self._job.num_steps == 3))
     seen: list[int] = []
 
     def loop() -> None:

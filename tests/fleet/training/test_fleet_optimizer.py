@@ -11,36 +11,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError
-from fleet.job.axes import Axes
+from fleet.job.job import Job
+from fleet.options import DistributedStrategy
+from fleet.role.record import RoleRecord
 from fleet.training.fleet_model import FleetModel
-from fleet.training.fleet_optimizer import Closure, FleetOptimizer, Step
+from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.helpers.fleets import own_fleet
 from tests.helpers.workers import run_workers
 
 
-class Observer:
-    """Stands for the session."""
-
-    def __init__(self) -> None:
-        self.steps, self.models = 0, ()
-        self.whole_states = StateMesh(Axes({}, 0), torch.device("cpu"))
-
-    def stepping(self, optimizer: FleetOptimizer, step: Step, closure: Closure) -> Any:
-        return step(closure)
-
-    def before_step(self) -> None:
-        self.steps += 1
-
-    def after_step(self) -> None:
-        """Has nothing to note."""
+def job() -> Job:
+    """Returns a job of one worker that no session holds."""
+    return Job(record=RoleRecord(), device=torch.device("cpu"), options=DistributedStrategy(), say=print)
 
 
 def made(net: nn.Module, **settings: Any) -> FleetOptimizer:
     """Returns SGD in a FleetOptimizer."""
     inner = torch.optim.SGD(net.parameters(), **{"lr": 0.1, **settings})
-    return FleetOptimizer(inner, Observer(), inner)
+    return FleetOptimizer(inner, job(), inner)
 
 
 @pytest.fixture

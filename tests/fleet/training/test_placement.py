@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fleet import fleet
-from fleet.checks.broken_exchange import explained
 from fleet.errors import ConfigError
+from fleet.job.broken_exchange import explained
 from fleet.training.placement import check_placement, move_model, move_state
 
 HOST = torch.device("cpu")

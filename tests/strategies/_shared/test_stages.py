@@ -21,15 +21,15 @@ def patterns(rank: int, world_size: int) -> list[bool]:
     session = running_session()
     assert session is not None
     stage = nn.ModuleDict({f"block{rank}": nn.Linear(1, 1)})
-    check_patterns(stage, ("block0", "block1"), session)
+    check_patterns(stage, ("block0", "block1"), session.job)
     with pytest.raises(ConfigError, match="'block2', which names no module"):
-        check_patterns(stage, ("block*", "block2"), session)
+        check_patterns(stage, ("block*", "block2"), session.job)
     check_stages(
-        stage, AmpConfig(custom_black_list=["block0", "Linear"], custom_black_varnames=["block1.bias"]), session
+        stage, AmpConfig(custom_black_list=["block0", "Linear"], custom_black_varnames=["block1.bias"]), session.job
     )
     with pytest.raises(ConfigError, match="'block2', which is on no stage"):
-        check_stages(stage, AmpConfig(custom_white_list=["block2"]), session)
-    return on_some_stage([rank == 0, rank == 1, False], session)
+        check_stages(stage, AmpConfig(custom_white_list=["block2"]), session.job)
+    return on_some_stage([rank == 0, rank == 1, False], session.job)
 
 
 def test_patterns_of_other_stages() -> None:

@@ -44,8 +44,8 @@ def mesh_of_copies(rank: int, world_size: int) -> list[list[int]]:
     axes: Axes = init(hybrid_configs={"sharding_degree": 2, "sep_degree": 2})
     session = running_session()
     assert session is not None
-    assert session.mesh is not None
-    ranks: list[list[int]] = copies_mesh(session.mesh, axes).mesh.tolist()
+    assert session.job.mesh is not None
+    ranks: list[list[int]] = copies_mesh(session.job.mesh, axes).mesh.tolist()
     return ranks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from fleet.job.whereabouts import account, user_line, user_line_of
 
 if TYPE_CHECKING:
     from fleet.job.roll_call import RollCall
-    from fleet.training.fleet_model import FleetModel
+    from fleet.job.wrapped_model import WrappedModel
 
 _BROKEN = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|Timed out waiting|Application timeout|Read error|"
@@ -38,7 +38,7 @@ def lost_a_peer(text: str) -> bool:
 
 
 def explained(
-    error: BaseException, models: Iterable[FleetModel], roll_call: RollCall | None, who: str
+    error: BaseException, models: Iterable[WrappedModel], roll_call: RollCall | None, who: str
 ) -> FleetError | None:
     """Returns what ``error`` means for this job; ``None`` where it says so itself."""
     text = f"{error}"
@@ -79,7 +79,7 @@ def explained(
 class UncaughtErrors:
     """Prints below an uncaught torch error what it means for the job; active until :meth:`close`."""
 
-    def __init__(self, models: list[FleetModel], roll_call: RollCall, who: str) -> None:
+    def __init__(self, models: Sequence[WrappedModel], roll_call: RollCall, who: str) -> None:
         self._models, self._roll_call, self._who = models, roll_call, who
         self._before = sys.excepthook
         sys.excepthook = self._hook
@@ -96,7 +96,7 @@ class UncaughtErrors:
             print(f"\n{type(meaning).__name__}: {meaning}", file=sys.stderr, flush=True)
 
 
-def _card_of(models: Iterable[FleetModel]) -> str | None:
+def _card_of(models: Iterable[WrappedModel]) -> str | None:
     """Returns the GPU that a model is on; ``None`` on a machine without one."""
     devices = (p.device for model in models for p in model.module.parameters())
     return next((str(device) for device in devices if device.type == "cuda"), None)
@@ -126,7 +126,7 @@ def _of_parts(text: str) -> str | None:
     return None
 
 
-def _unused(text: str, models: Iterable[FleetModel], who: str) -> str:
+def _unused(text: str, models: Iterable[WrappedModel], who: str) -> str:
     found = _INDICES.search(text)
     return unused_text(who, _names(models, [int(index) for index in found[1].split()] if found is not None else []))
 
@@ -140,7 +140,7 @@ def unused_text(who: str, names: str) -> str:
     )
 
 
-def _names(models: Iterable[FleetModel], indices: list[int]) -> str:
+def _names(models: Iterable[WrappedModel], indices: list[int]) -> str:
     """Returns the parameters' names; torch's indices count only those that it exchanges."""
     for model in models:
         exchanged = {id(p) for p in model.exchanged_parameters() if p.requires_grad}

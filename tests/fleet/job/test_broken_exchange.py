@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import fleet
 from fleet._log import LOGGER
-from fleet.checks.broken_exchange import UncaughtErrors, explained
 from fleet.errors import ConfigError, RendezvousError
+from fleet.job.broken_exchange import UncaughtErrors, explained
 from fleet.job.whereabouts import ENDED, Whereabouts
 from tests.helpers.workers import run_workers
 
@@ -144,7 +144,7 @@ def _uneven(rank: int, world_size: int) -> str:
 
 def _meaning(error: RuntimeError) -> str:
     with pytest.raises(RendezvousError) as caught:
-        fleet.session.explain(error)
+        fleet.session.job.explain(error)
     assert caught.value.__cause__ is error
     return f"{caught.value}"
 

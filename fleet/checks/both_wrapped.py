@@ -1,0 +1,53 @@
+"""BothWrapped: a job that trains has wrapped its model and its optimizer."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.optim import Optimizer
+
+from fleet.errors import ConfigError, OptionWarning
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._declare.strategy import Strategy
+
+
+class BothWrapped(Listener):
+    """Looks, where ``job`` begins to train, for the call that the script has left out."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._has_stepped = False
+
+    def before_forward(self, model: WrappedModel) -> None:
+        """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none."""
+        job = self._job
+        if job.optimizers or not torch.is_grad_enabled():
+            return
+        waiting = [strategy.name for strategy in job.strategies if wraps_optimizers(strategy)]
+        if waiting and any(known.training for known in job.models):
+            acts = "acts" if len(waiting) == 1 else "act"
+            raise ConfigError(
+                f"{', '.join(waiting)} {acts} in the optimizer, and fleet.distributed_optimizer(optimizer) "
+                "was not called. Call it before training."
+            )
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Warns once when an optimizer steps although no model exchanges gradients."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        if self._job.world_size > 1 and not self._job.models:
+            warnings.warn(
+                "fleet.distributed_optimizer() was called without fleet.distributed_model(): the workers do not "
+                "exchange gradients. Call model = fleet.distributed_model(model) as well.",
+                OptionWarning,
+                stacklevel=4,
+            )
+
+
+def wraps_optimizers(strategy: Strategy) -> bool:
+    """Returns whether ``strategy`` acts in the optimizer."""
+    return type(strategy).wrap_optimizer is not Strategy.wrap_optimizer

@@ -1,0 +1,33 @@
+"""WrappedModel: what a job knows of a model that ``fleet.distributed_model`` returned."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from fleet.strategies._gradients.passes import Passes
+
+
+class WrappedModel(nn.Module):
+    """Base of the models that a job trains; FleetModel is the one that fills it.
+
+    Attributes:
+        _chain: the module that calls run, with every strategy around the user's.
+        _passes: the forwards and backward passes of the chain.
+        _redirected: the method that runs inside the wrapped forward now, an empty text while none does.
+    """
+
+    _chain: nn.Module
+    _passes: Passes
+    _redirected: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        raise NotImplementedError
+
+    def exchanged_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients data parallel makes equal on all workers."""
+        raise NotImplementedError
