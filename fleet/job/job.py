@@ -176,6 +176,11 @@ class Job:
         for listener in self.listeners["beat"]:
             listener.beat(pause)
 
+    def before_save(self) -> None:
+        """Tells the listeners that a state is about to be returned."""
+        for listener in self.listeners["before_save"]:
+            listener.before_save()
+
     # ---- what is trained --------------------------------------------------------------------------------------------
 
     @property

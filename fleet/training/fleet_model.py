@@ -245,7 +245,8 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
         what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
         """
-        self._note_save()
+        if self._job is not None:
+            self._job.before_save()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         states = self._states
         if states.is_part:
@@ -270,9 +271,10 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
         """
         states = self._states
-        self._note_save()
-        if self._job is not None and states.is_collective():
-            self._job.meet("model.full_state_dict()")
+        if self._job is not None:
+            self._job.before_save()
+            if states.is_collective():
+                self._job.meet("model.full_state_dict()")
         return states.whole(keep)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -280,7 +282,8 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
         :meth:`load_state_dict` loads it on the worker of the same place on the same mesh.
         """
-        self._note_save()
+        if self._job is not None:
+            self._job.before_save()
         return self._states.local()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -309,11 +312,6 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         job = self._job
         whole = StateMesh(Axes({}, 0), torch.device("cpu")) if job is None else StateMesh(job.axes, job.device)
         return ModelStates(self.module, whole, self._elsewhere)
-
-    def _note_save(self) -> None:
-        if self._job is not None:
-            for listener in self._job.listeners["before_save"]:
-                listener.before_save()
 
     def note_names_elsewhere(self, names: Iterable[str]) -> None:
         """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""

@@ -46,12 +46,12 @@ def look(calls: Calls, monkeypatch: pytest.MonkeyPatch, *, is_sync: bool = True,
     """Looks once for each place, two seconds apart."""
     clock = [0.0]
     monkeypatch.setattr(absent_workers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    session: Any = SimpleNamespace(roll_call=calls, num_steps=0, who="[rank 0 of 2]")
-    absent = AbsentWorkers(session, is_sync)
+    job: Any = SimpleNamespace(roll_call=calls, num_steps=0, who="[rank 0 of 2]")
+    absent = AbsentWorkers(job, is_sync)
     while calls.places:
         absent.look_after([1])
         clock[0] += 2.0
-        session.job.num_steps += steps
+        job.num_steps += steps
 
 
 def test_a_worker_seen_twice_in_the_same_call_is_an_error_with_both_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def test_what_may_still_go_on_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     look(Calls("a:1", "a:1", lives=False), monkeypatch)  # it was killed, and its successor trains
     monkeypatch.setattr(Calls, "waiting", None)  # a queue sends its steps: nobody asks
     calls = Calls("a:1")
-    session: Any = SimpleNamespace(roll_call=calls, num_steps=0)
-    AbsentWorkers(session, is_sync=False).look_after([1])
+    job: Any = SimpleNamespace(roll_call=calls, num_steps=0)
+    AbsentWorkers(job, is_sync=False).look_after([1])
 
 
 def _looked_after(session: Any, seconds: float) -> str:
     """Returns the error of a wait at a server for rank 1, or nothing when it takes no longer than ``seconds``."""
-    absent = AbsentWorkers(session, is_sync=True)
+    absent = AbsentWorkers(session.job, is_sync=True)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:

@@ -99,10 +99,10 @@ def test_parameter_names_and_saving() -> None:
     session.wrap_model(net)
     optimizer = session.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     assert session.job.parameter_names()[net[0].bias] == "0.bias"
-    session.before_save()
+    session.job.before_save()
     optimizer.saving_note = lambda: "half a truth"  # type: ignore[method-assign]
     with pytest.warns(OptionWarning, match="half a truth"):
-        session.before_save()
+        session.job.before_save()
 
 
 def test_a_model_without_numbers_is_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,28 +11,29 @@ import torch
 import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
-from fleet.job.roll_call import RollCall
+from fleet.job.job import Job
 from fleet.job.util import UtilBase
+from fleet.options import DistributedStrategy
 from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
 from tests.helpers.workers import run_workers
 
 
+def job_of(record: RoleRecord, **more: Any) -> Job:
+    """Returns a job that no session holds."""
+    return Job(record=record, device=torch.device("cpu"), options=DistributedStrategy(), say=print, **more)
+
+
 def alone(rank: int = 0, world_size: int = 1, **more: Any) -> UtilBase:
     """Returns a UtilBase without a process group."""
-    return UtilBase(SimpleNamespace(global_rank=rank, world_size=world_size, host_group=None, **more))  # type: ignore[arg-type]
+    record = RoleRecord(global_rank=rank, world_size=world_size, **more)
+    return UtilBase(job_of(record, collective=False))
 
 
 def joined(rank: int, world_size: int) -> UtilBase:
     """Returns the UtilBase of a worker."""
-    peers = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        host_group=dist.group.WORLD,
-        roll_call=RollCall.start(rank, world_size, lambda: 0),
-        explaining=nullcontext,
-    )
-    return UtilBase(peers)  # type: ignore[arg-type]
+    record = RoleRecord(global_rank=rank, world_size=world_size)
+    return UtilBase(job_of(record, process_group=dist.group.WORLD))
 
 
 def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:
@@ -220,9 +219,9 @@ def test_a_server_has_no_shard_and_no_worker_collectives() -> None:
 
 
 def test_all_is_the_workers_where_there_are_no_servers() -> None:
-    assert alone(record=RoleRecord()).all_reduce(2, comm_world="all") == 2
+    assert alone().all_reduce(2, comm_world="all") == 2
     with pytest.raises(UnsupportedOptionError, match="comm_world='all'"):
-        alone(record=RoleRecord(server_endpoints=("a:1",))).all_reduce(2, comm_world="all")
+        alone(server_endpoints=("a:1",)).all_reduce(2, comm_world="all")
 
 
 def test_print_on_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,9 +232,8 @@ def test_print_on_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fleet.job.util.UtilBase.running", staticmethod(lambda: None)
-    )  # one that an earlier test has left
+    # An earlier test may have left one.
+    monkeypatch.setattr("fleet.job.util.UtilBase.running", staticmethod(lambda: None))
     for call in (lambda util: util.all_reduce(1), lambda util: util.get_file_shard([]), lambda util: util.barrier()):
         with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
             call(UtilBase())
