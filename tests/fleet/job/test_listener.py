@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,21 +12,21 @@ from fleet.job.listener import HOOKS, Listener, Listeners
 from tests.helpers.fleets import own_fleet
 
 
-def test_a_listener_hears_a_small_training() -> None:
+def test_a_listener_hears_a_small_training(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     said: Any = {hook: lambda self, *_, hook=hook: heard.append(hook) for hook in HOOKS}
     listener: Listener = type("Heard", (Listener,), said)()
-    with own_fleet() as own:
-        own.init(is_collective=True)
-        own.session.job.listeners.add(listener)
-        net = nn.Linear(2, 1)
-        model = own.distributed_model(net)
-        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        model.clear_gradients()
-        model.state_dict()
-        own.session.close()
+    own = own_fleet(monkeypatch)
+    own.init(is_collective=True)
+    own.session.job.listeners.add(listener)
+    net = nn.Linear(2, 1)
+    model = own.distributed_model(net)
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.clear_gradients()
+    model.state_dict()
+    own.session.close()
     wrapping = ["before_wrap", "model_wrapped", "optimizer_unwrapped", "optimizer_wrapped"]
     step = ["before_forward", "forward_begins", "forward_ends", "before_step", "after_update", "after_step"]
     assert heard == [*wrapping, *step, "gradients_cleared", "before_save", "close"]

@@ -211,7 +211,7 @@ def test_file_shards() -> None:
 
 def test_a_server_has_no_shard_and_no_worker_collectives() -> None:
     record = RoleRecord(kind=Role.SERVER, server_endpoints=("a:1",))
-    server = alone(record=record)
+    server = UtilBase(job_of(record))
     with pytest.raises(ConfigError, match="parameter server"):
         server.get_file_shard(["a"])
     with pytest.raises(UnsupportedOptionError, match="worker"):
