@@ -19,8 +19,7 @@ from fleet._log import LOGGER, set_log_level
 from fleet.checkpoint import save_load
 from fleet.elastic._health import Health
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.job.job import Job
-from fleet.job.running import Running, running_session
+from fleet.job.running import Running, running_job
 from fleet.job.session import Session
 from fleet.job.start import start_session
 from fleet.job.util import HostArray, UtilBase
@@ -45,13 +44,8 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 
-def _running_job() -> Job | None:
-    session = running_session()
-    return None if session is None else session.job
-
-
 # UtilBase() without a job works in the running one, which it cannot import: the session has a UtilBase.
-UtilBase.running = staticmethod(_running_job)
+UtilBase.running = staticmethod(running_job)
 
 
 class Fleet:

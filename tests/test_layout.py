@@ -53,6 +53,7 @@ SHARED_CLASS_NAMES: dict[str, str] = {
 }
 # File stems that the library has twice, and why each still stands.
 SHARED_STEMS: dict[str, str] = {
+    "job": "one worker's view of the job it trains, and one node's run of the launcher",
     "launch_ps": "the command python -m fleet.launch_ps, and the reader of its command line",
     "mp_layers": "public paths of Paddle's scripts: fleet.layers.mpu and fleet.meta_parallel.parallel_layers",
     "random": "as mp_layers",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fleet.job.job import Job
     from fleet.job.session import Session
 
 
@@ -23,3 +24,8 @@ RUNNING = Running()
 def running_session() -> Session | None:
     """Returns the session of this process, or None before ``fleet.init``."""
     return RUNNING.session
+
+
+def running_job() -> Job | None:
+    """Returns the job of this process, or None before ``fleet.init``."""
+    return None if RUNNING.session is None else RUNNING.session.job

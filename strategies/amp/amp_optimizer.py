@@ -18,11 +18,14 @@ from fleet.job.axes import MODEL_AXES
 from fleet.strategies._shared.norm import any_nonfinite, everywhere
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 
+if TYPE_CHECKING:
+    from fleet.job.job import Job
+
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScale:
-    """The loss scale of one session, with the counters of Paddle's ``update_loss_scaling``.
+    """The loss scale of one job, with the counters of Paddle's ``update_loss_scaling``.
 
     A finite step: ``good`` rises by 1 and ``bad`` is 0; at ``incr_every_n_steps`` the scale is multiplied by
     ``incr_ratio``, unless that is not finite in float32, and ``good`` starts again. A step with an inf or nan: ``bad``

@@ -47,7 +47,7 @@ from fleet.ps.wire.messages import (
     decode_header,
 )
 from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.transport import Connection, ConnectionLost, Listener, SocketTransport, TransferTimeout, Transport
+from fleet.ps.wire.transport import Acceptor, Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
 __all__ = ["Server"]
 
@@ -77,7 +77,7 @@ class Server:
         self._notify = notify
         self._make_table = make_table or (lambda spec: make_served_table(spec, config.folder))
         self._use(self._make_state())
-        self._listener: Listener | None = None
+        self._listener: Acceptor | None = None
         self._open: dict[Connection, threading.Thread] = {}
         self._not_workers: set[threading.Thread] = set()  # they serve readers, the other server of the pair or the user
         self._newcomers = Newcomers()

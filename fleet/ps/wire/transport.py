@@ -25,7 +25,7 @@ from fleet.ps.wire.messages import Buffer
 __all__ = [
     "Connection",
     "ConnectionLost",
-    "Listener",
+    "Acceptor",
     "PeerRefused",
     "SocketTransport",
     "TransferTimeout",
@@ -83,7 +83,7 @@ class Connection(Protocol):
         """Ends the stream; a call that blocks in another thread returns with :class:`ConnectionLost`."""
 
 
-class Listener(Protocol):
+class Acceptor(Protocol):
     """An endpoint that takes connections."""
 
     endpoint: str
@@ -98,7 +98,7 @@ class Listener(Protocol):
 class Transport(Protocol):
     """How connections are made."""
 
-    def bind(self, endpoint: str) -> Listener:
+    def bind(self, endpoint: str) -> Acceptor:
         """Returns a listener at ``endpoint``; port 0 takes a free one, see the listener's ``endpoint``."""
 
     def connect(self, endpoint: str, timeout_s: float) -> Connection:

@@ -14,9 +14,9 @@ import pytest
 from fleet.errors import ConfigError, PSError
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server, prove_to_worker
 from fleet.ps.wire.transport import (
+    Acceptor,
     Connection,
     ConnectionLost,
-    Listener,
     SocketTransport,
     TransferTimeout,
     stays_here,
@@ -28,7 +28,7 @@ KINDS = ["tcp", "unix", "tls", "local"]
 
 
 @pytest.fixture(params=KINDS)
-def seam(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[object, Listener]]:
+def seam(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[object, Acceptor]]:
     transport: object
     if request.param == "local":
         transport, endpoint = LocalTransport(), "anywhere"
@@ -52,7 +52,7 @@ def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server, client
 
 
-def serve(listener: Listener, action: Callable[[Connection], object]) -> threading.Thread:
+def serve(listener: Acceptor, action: Callable[[Connection], object]) -> threading.Thread:
     def run() -> None:
         connection = listener.accept()
         try:

@@ -98,7 +98,7 @@ def test_a_state_that_worker_0_alone_loads() -> None:
             for found in (first, second):
                 assert float(found[f"{option} start"]) == 0.5, option
     assert "Worker 1 loaded the model's state" in first["second_worker"]
-    assert "test_first_step_states.py:" in first["second_worker"]
+    assert "test_equal_states.py:" in first["second_worker"]
     assert "different values of '0.weight' (worker 1 against worker 0)" in first["different_states"]
     assert "Worker 0 loaded the optimizer's state" in first["momentum_of_one"]
     assert "momentum_buffer of parameter 0" in first["momentum_before_wrapping"]

@@ -151,7 +151,7 @@ def test_loops_beside_the_wrapped_objects_are_refused() -> None:
     found = run_workers(wrong_loops, 2, backend=None)[0]
     for name in ("raw_step", "scaled_raw_step"):
         assert "step() was called on the optimizer that was passed to distributed_optimizer()" in found[name], name
-    assert "test_first_step_loops.py:" in found["raw_step"]
+    assert "test_raw_steps.py:" in found["raw_step"]
     for name in ("raw_model", "submodule", "raw_model_in_closure", "thawed_raw_model"):
         assert "call the model that distributed_model() returned" in found[name], name
     assert "'0.weight', which did not train when" in found["thawed_raw_model"]
