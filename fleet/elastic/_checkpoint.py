@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,11 +26,23 @@ from fleet.elastic._state import from_bytes, kinds_of, optimizer_state, take_ran
 from fleet.elastic._write import Background, ShareWrite, attempt
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, FleetError, NotInitializedError
+from fleet.job.listener import Listener
 from fleet.job.running import running_session
 from fleet.training.batch_loops import BatchLoops, PeriodicSave
 
 _VISIBLE_S = 2.0  # a worker that sees the folder later than this writes no share of its own in this run
 _OWN_VISIBLE_S = 20.0  # where no other worker can write its state
+
+
+class _Steps(Listener):
+    """Passes on when a step has ended; a Checkpoint is no listener, because its ``close`` is a call of the script."""
+
+    def __init__(self, call: Callable[[int], None]) -> None:
+        self._call = call
+
+    def after_step(self, step: int) -> None:
+        """Passes it on."""
+        self._call(step)
 
 
 class Checkpoint(PeriodicSave):
@@ -111,7 +123,8 @@ class Checkpoint(PeriodicSave):
         )
         self._noted: tuple[int, Any] | None = None  # the position in the data after a step, and which
         session.job.listeners.get(BatchLoops).checkpoints.append(self)
-        session.job.listeners.add(self)
+        self._steps = _Steps(self.after_step)
+        session.job.listeners.add(self._steps)
         self._notes_position = data is not None and not _says_next_batch(data)
         self._has_begun = False  # a write beside training
 
@@ -196,7 +209,7 @@ class Checkpoint(PeriodicSave):
         """Waits for the checkpoint that is being written; raises CheckpointError on every worker if that failed."""
         if self in self._loops.checkpoints:
             self._loops.checkpoints.remove(self)
-        self._session.job.listeners.remove(self)
+        self._session.job.listeners.remove(self._steps)
         self._session.job.meet("Checkpoint.close()")
         self._raise_on_all(self._background.close())
 

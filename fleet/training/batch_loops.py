@@ -15,7 +15,7 @@ from fleet.job.wrapped_model import WrappedModel
 Batch = TypeVar("Batch")
 
 
-class PeriodicSave(Listener):
+class PeriodicSave:
     """A checkpoint of the training run, which may write itself every so many steps.
 
     Attributes:
