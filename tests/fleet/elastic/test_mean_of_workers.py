@@ -50,15 +50,16 @@ def test_the_model_is_the_mean_and_the_optimizer_the_first(tmp_path: Path) -> No
 
 
 def test_the_models_of_all_workers_are_verified(tmp_path: Path) -> None:
-    saved_by_two(tmp_path).verify("model/w")
+    box = HeldBox((0,), torch.empty(4))
+    saved_by_two(tmp_path).verify("model/w", [box])
     (path,) = tmp_path.glob("data-*-00001.safetensors")
     data = path.read_bytes()
     at = data.index(torch.full((4,), 4.0).numpy().tobytes())
     path.write_bytes(data[:at] + b"\1" + data[at + 1 :])
     damaged = MeanOfWorkers(LocalFolder(tmp_path), read_index(LocalFolder(tmp_path)), 2)
-    damaged.verify("optimizer/w/momentum")
+    damaged.verify("optimizer/w/momentum", [box])
     with pytest.raises(CheckpointError, match="do not match their sum"):
-        damaged.verify("model/w")
+        damaged.verify("model/w", [box])
 
 
 @pytest.mark.parametrize(
