@@ -19,7 +19,6 @@ class BothWrapped(Listener):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._has_stepped = False
 
     def before_forward(self, model: WrappedModel) -> None:
         """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none."""
@@ -36,9 +35,7 @@ class BothWrapped(Listener):
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Warns once when an optimizer steps although no model exchanges gradients."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
+        self._job.listeners.put_to_sleep(self)
         if self._job.world_size > 1 and not self._job.models:
             warnings.warn(
                 "fleet.distributed_optimizer() was called without fleet.distributed_model(): the workers do not "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fleet.checks.comparison import first_difference, listed_ranks
-from fleet.checks.watched import Watched
-from fleet.checks.watches import ModelWatch
+from fleet.checks.watched import ModelWatch, Watched
 from fleet.errors import ConfigError
 from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
@@ -41,7 +40,7 @@ class ChangedParameters(Listener):
             self._agree_on(watch, now)
             watch.exchanged = now
         came = {name: watch.named[name] for name in added}
-        for listener in self._job.listeners["structure_changed"]:
+        for listener in self._job.listeners.hearing["structure_changed"]:
             listener.structure_changed(watch.model, came)
 
     def _agree_on(self, watch: ModelWatch, names: set[str]) -> None:

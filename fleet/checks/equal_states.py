@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from fleet.checks.comparison import digest, listed_ranks
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
-from fleet.checks.watched import Watched
-from fleet.checks.watches import ModelWatch, OptimizerWatch
+from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched
 from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES, MODEL_AXES
 from fleet.job.broken_exchange import listed, unused_text

@@ -7,8 +7,7 @@ from torch.optim import Optimizer
 
 from fleet.checks.comparison import checksums, first_difference, listed_ranks
 from fleet.checks.equal_states import EqualStates
-from fleet.checks.watched import Watched, missed
-from fleet.checks.watches import ModelWatch, OptimizerWatch
+from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched, missed
 from fleet.errors import ConfigError
 from fleet.job.listener import Listener
 from fleet.strategies._shared.experts import is_expert

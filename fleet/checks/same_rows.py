@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -23,36 +24,50 @@ from fleet.strategies._shared.exchanged_texts import gather_texts
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch
 
 
-class SameRows:
-    """Compares the first batches of the workers along ``mp`` and ``pp``.
+class SameRows(Listener):
+    """Compares the first batches of each model on the workers along ``mp`` and ``pp``.
 
     Args:
-        axes: the place of this worker.
-        device: where the workers can exchange numbers.
-        batches: how many batches are compared.
+        job: the workers, and where they stand.
+        batches: how many batches of a model are compared.
     """
 
-    def __init__(self, axes: Axes, device: torch.device, batches: int = _BATCHES) -> None:
-        self._axes, self._device, self._left = axes, device, batches
+    def __init__(self, job: Job, batches: int = _BATCHES) -> None:
+        self._job = job
+        self._batches = batches
+        self._compared: weakref.WeakKeyDictionary[WrappedModel, int] = weakref.WeakKeyDictionary()
 
-    def check(self, data: Any, call: str) -> None:
-        """Raises ConfigError on all of them where ``data``, which ``call`` was given, differs; a collective call.
+    def rows_given(self, model: WrappedModel, data: Any, call: str) -> None:
+        """Compares ``data``, see :func:`check_rows`."""
+        number = self._compared.get(model, 0)
+        if number < self._batches:
+            self._compared[model] = number + 1
+            check_rows(data, call, self._job.axes, self._job.device)
 
-        What a worker does not have (a stage in the middle may be given ``None``) is not compared.
-        """
-        group = self._axes.group(*MODEL_AXES)
-        if group is None or not self._left:
-            return
-        self._left -= 1
-        texts = gather_texts(json.dumps(_digests(data)), group, self._device)
-        said = dict(zip(self._axes.ranks(*MODEL_AXES), map(json.loads, texts), strict=True))
-        for place in dict.fromkeys(place for found in said.values() for place in found):
-            by_digest: dict[str, list[int]] = {}
-            for rank, found in said.items():
-                if place in found:
-                    by_digest.setdefault(found[place], []).append(rank)
-            if len(by_digest) > 1:
-                raise ConfigError(different_rows(call, list(by_digest.values()), self._axes))
+
+def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
+    """Raises ConfigError on all workers of one copy where ``data``, which ``call`` was given, differs; collective.
+
+    An entry that a worker does not have (a stage in the middle may be given ``None``) is not compared.
+
+    Args:
+        data: tensors, and lists and dictionaries of them.
+        call: the user's.
+        axes: the place of this worker.
+        device: where the workers can exchange numbers.
+    """
+    group = axes.group(*MODEL_AXES)
+    if group is None:
+        return
+    texts = gather_texts(json.dumps(_digests(data)), group, device)
+    said = dict(zip(axes.ranks(*MODEL_AXES), map(json.loads, texts), strict=True))
+    for place in dict.fromkeys(place for found in said.values() for place in found):
+        by_digest: dict[str, list[int]] = {}
+        for rank, found in said.items():
+            if place in found:
+                by_digest.setdefault(found[place], []).append(rank)
+        if len(by_digest) > 1:
+            raise ConfigError(different_rows(call, list(by_digest.values()), axes))
 
 
 class SameSequences(Listener):
@@ -73,6 +88,7 @@ class SameSequences(Listener):
         self._noted: set[str] = set()
         self._looks = True
         self._has_stepped = False
+        self.sleeps = job.axes.size(*SEQUENCE_AXES) == 1
         self.takes_means = False  # sequence_mean() was called
 
     def before_forward(self, model: WrappedModel) -> None:

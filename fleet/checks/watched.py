@@ -1,21 +1,224 @@
-"""Watched: what the checks of one job share: the models and optimizers that they watch, and how workers compare."""
+"""Watched: the models and optimizers that the checks of one job watch, and how its workers compare."""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
-from fleet.checks.watches import ModelWatch, OptimizerWatch
-from fleet.errors import RendezvousError
+from fleet.checks.comparison import checksums, digest
+from fleet.errors import ConfigError, RendezvousError
 from fleet.job.axes import COPY_AXES
 from fleet.job.job import Job
 from fleet.job.listener import Listener
+from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parameter_layout import layouts_of
+from fleet.strategies._shared.parts import is_part, local
+
+_TRAINS = attrgetter("requires_grad")
+_KIND = attrgetter("dtype", "device")
+
+
+class LoadNote:
+    """A hook that records where a state is loaded, and what was there before; its copies and pickles do nothing."""
+
+    def __init__(self, watch: ModelWatch | OptimizerWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: Any) -> None:
+        """Runs before the state is loaded."""
+        watch = self._watch
+        if not watch.loaded_at:
+            watch.loaded_at, watch.before = user_line(), digest(watch.sums())
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and every Python has it
+
+
+class ModelWatch:
+    """One wrapped model: which parameters train, how often it ran, and whether a state was loaded.
+
+    Attributes:
+        forwards: forwards with gradients recorded.
+        loaded_at: the line that loaded a state since the last comparison, and ``before`` a digest of what was there.
+        exchanged: the parameters that trained when the workers last agreed on them.
+    """
+
+    def __init__(self, model: WrappedModel, registered: int) -> None:
+        self.model, self.forwards, self.is_compared = model, 0, False
+        self.loaded_at = self.before = ""
+        self.note_parameters(registered)
+        self.exchanged = self.trained_names
+        self.versions = {name: p._version for name, p in self.named.items()}
+        self.kinds = {name: _KIND(p) for name, p in self.named.items()}
+        self.handle = model.module.register_load_state_dict_pre_hook(LoadNote(self))
+
+    @property
+    def used(self) -> int:
+        """How often the wrapped model ran, and how many backward passes came through it."""
+        return self.forwards + self.model._passes.begun
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each worker has shards of the parameters."""
+        return any(is_part(p) for p in self.named.values())
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether peers hold different parameters: shards, or experts."""
+        return self.is_divided or any(is_expert(p) for p in self.named.values())
+
+    def note_parameters(self, registered: int) -> None:
+        """Records the current parameters; ``registered`` counts what modules have registered so far."""
+        self.registered = registered
+        self.named = dict(self.model.named_parameters())
+        self.trained_names = {name for name, p in self.named.items() if p.requires_grad}
+        self.trained = [self.named[name] for name in self.trained_names]
+        self.frozen = [p for p in self.named.values() if not p.requires_grad]
+
+    def has_changed(self, registered: int) -> bool:
+        """Returns whether parameters may have been added, removed, frozen or unfrozen."""
+        return registered != self.registered or any(map(_TRAINS, self.frozen)) or not all(map(_TRAINS, self.trained))
+
+    def check_kinds(self) -> None:
+        """Raises ConfigError when a parameter has another type or device than when the model was wrapped."""
+        for name, p in self.named.items():
+            kind = _KIND(p)
+            if kind != self.kinds.setdefault(name, kind):
+                was, now = (" on ".join(map(str, one)) for one in (self.kinds[name], kind))
+                raise ConfigError(
+                    f"{name!r} is {now} and was {was} when distributed_model() wrapped the model, whose gradients are "
+                    "exchanged as they were then. Convert and move the model before distributed_model()."
+                )
+
+    def unseen(self, registered: int, models: Iterable[ModelWatch]) -> str:
+        """Returns a parameter with a gradient that did not train when the wrapped model last ran, or an empty text."""
+        if not self.has_changed(registered):
+            return ""
+        seen = {id(p) for model in models for p in model.trained}
+        for name, p in self.model.named_parameters():
+            if id(p) not in seen and p.requires_grad and p.grad is not None and bool(p.grad.any()):
+                return name
+        return ""
+
+    def sums(self) -> dict[str, int]:
+        """Returns a checksum of each parameter, and of a sharded one where all workers have shards of one size."""
+        held = {name: p for name, p in self.named.items() if not is_expert(p)}
+        return checksums({name: p for name, p in held.items() if not is_part(p) or _is_even(p)})
+
+    def undivided(self, sums: Mapping[str, int]) -> dict[str, int]:
+        """Returns those of ``sums`` whose parameters are whole on every worker along mp."""
+        layouts = layouts_of(self.model.module)
+        return {name: value for name, value in sums.items() if name not in layouts}
+
+    def digests(self, sums: Mapping[str, int]) -> dict[str, str]:
+        """Returns digests of what is whole along mp, and of the parts, an empty text where these are constant."""
+        layouts = layouts_of(self.model.module)
+        parts = {name: value for name, value in sums.items() if name in layouts}
+        flat = (local(self.named[name].detach()).flatten() for name in parts)
+        varies = any(t.numel() > 1 and bool((t != t[0]).any()) for t in flat)
+        return {"whole": digest(self.undivided(sums)), "parts": digest(parts) if varies else ""}
+
+    def varying(self) -> list[str]:
+        """Returns the parameters whose shards have one size on all workers and are not constant on this one."""
+        held = {name: local(p.detach()) for name, p in self.named.items() if is_part(p) and _is_even(p)}
+        return [name for name, t in held.items() if t.numel() > 1 and bool((t != t.flatten()[0]).any())]
+
+    def was_written(self) -> bool:
+        """Returns whether something other than a step has changed a parameter before the first comparison."""
+        return bool(self.loaded_at) or any(p._version != self.versions.get(name) for name, p in self.named.items())
+
+
+class OptimizerWatch:
+    """One wrapped optimizer: which of its parameters are not exchanged, and whether a state was loaded.
+
+    Attributes:
+        strangers: parameters that belong to no wrapped model, under a name for messages.
+        models: the wrapped models that it trains, with how often they were used until its last step.
+        exchanged: how often they had exchanged gradients at its last update.
+        agreed: the numbers of exchanges between two updates that the workers have compared so far.
+        left: a gradient that its last step left behind, and its version; held weakly, because a gradient is often a
+            view of a whole bucket.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper, user_optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.user_optimizer = user_optimizer
+        self.is_compared = False
+        self.loaded_at = self.before = ""
+        self.strangers: dict[str, Tensor] = {}
+        self.models: dict[ModelWatch, int] = {}
+        self.exchanged: dict[ModelWatch, int] = {}
+        self.agreed: set[tuple[int, ...]] = set()
+        self.left: tuple[TensorWeakRef, int] | None = None
+        self.seen: tuple[int, ...] = ()
+        self.handles: list[Any] = []
+        if hasattr(user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            self.handles.append(user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
+
+    def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
+        """Finds out what the optimizer trains, if anything may have changed."""
+        groups = self.optimizer.param_groups
+        seen = (len(watches), registered, *(len(group["params"]) for group in groups))
+        if seen == self.seen:
+            return
+        self.seen = seen
+        owners: dict[int, list[ModelWatch]] = {}
+        for watch in watches:
+            for parameter in watch.model.parameters():
+                owners.setdefault(id(parameter), []).append(watch)
+        held = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+        self.strangers = {f"{tuple(p.shape)} (group {number})": p for number, p in held if id(p) not in owners}
+        found = dict.fromkeys(watch for _, p in held for watch in owners.get(id(p), ()))
+        self.models = {watch: self.models.get(watch, 0) for watch in found}
+
+    def has_only_old_gradients(self) -> bool:
+        """Returns whether no gradient arrived since the last step."""
+        now = self._first_gradient()
+        return now is not None and self.left is not None and now[0] is self.left[0]() and now[1] == self.left[1]
+
+    def note_step(self) -> None:
+        """Records what a step leaves behind."""
+        now = self._first_gradient()
+        self.left = None if now is None else (TensorWeakRef(now[0]), now[1])
+
+    def _first_gradient(self) -> tuple[Tensor, int] | None:
+        gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+        first = next(gradients, None)
+        return None if first is None else (first, first._version)
+
+    def sums(self) -> dict[str, Any]:
+        """Returns a checksum of each tensor of the state, the numbers in it, and the settings of the groups."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {"the class": type(self.user_optimizer).__name__}
+        for number, group in enumerate(self.optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            values |= {f"{key} of group {number}": repr(value) for key, value in settings.items()}
+        state = self.optimizer.state
+        for place, parameter in enumerate(self.optimizer.parameters()):
+            for key, value in state[parameter].items() if parameter in state else ():
+                name = f"{key} of parameter {place}"
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                elif isinstance(value, bool | int | float | str):
+                    values[name] = value
+        return {**values, **checksums(tensors)}
+
+
+def _is_even(part: Any) -> bool:
+    return bool(part.shape[0] % part.device_mesh.size(-1) == 0)
 
 
 class Watched(Listener):

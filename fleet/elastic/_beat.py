@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fleet.env import Environment
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
 from fleet.launch.processes.worker_file import (
     BEAT_NS,
     OWN_NS,
@@ -26,7 +28,7 @@ from fleet.launch.processes.worker_file import (
 )
 
 
-class Beat:
+class Beat(Listener):
     """Writes this worker's progress into ``file``; the launcher of the same node reads it.
 
     faulthandler writes its stacks inside the signal handler, so they appear even while the main thread is in a
@@ -65,19 +67,19 @@ class Beat:
             words[OWN_STEPS] += 1
         self._step_began_ns = now_ns
 
-    def beat(self, pause: bool = False) -> None:
+    def beat(self, pause: bool) -> None:
         """Records that the worker is alive, and with ``pause`` that it may be silent until the next beat."""
         self._words[BEAT_NS] = time.monotonic_ns()
         self._words[PAUSED] = int(pause)
 
-    def watch_model(self, model: nn.Module) -> None:
+    def model_wrapped(self, model: WrappedModel) -> None:
         """Measures when the gradient of the first parameter is ready: nearly the end of this worker's own work.
 
         After it, the worker only waits for the gradient exchange. The launcher decides whether to compare these times.
         """
         if not self._words[TAKES_TIMES]:
             return
-        first = next((p for p in model.parameters() if p.requires_grad), None)
+        first = next((p for p in model.module.parameters() if p.requires_grad), None)
         if first is not None:
             with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows takes no hooks of scripts
                 first.register_hook(self._own_work_ended)

@@ -122,7 +122,7 @@ class Checkpoint(PeriodicSave):
             environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
         )
         self._noted: tuple[int, Any] | None = None  # the position in the data after a step, and which
-        session.job.listeners.get(BatchLoops).checkpoints.append(self)
+        session.job.listeners.get(BatchLoops).add(self)
         self._steps = _Steps(self.after_step)
         session.job.listeners.add(self._steps)
         self._notes_position = data is not None and not _says_next_batch(data)

@@ -1,4 +1,4 @@
-"""Health: what a worker does after each step for its launcher, and how it exits when asked to stop."""
+"""Health: how the workers agree after which step they stop when asked to, and how this one exits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from fleet.elastic._preemption import Agreement, TerminationNotice
 from fleet.env import Environment
 from fleet.job.job import Job
 from fleet.job.listener import Listener
-from fleet.job.wrapped_model import WrappedModel
 from fleet.launch.processes.worker_file import PREEMPTED
 from fleet.training.batch_loops import BatchLoops
 
 
 class Health(Listener):
-    """The heartbeat of a worker, its part in a coordinated stop, and the faults of a test.
+    """A worker's part in a coordinated stop, and the faults of a test.
 
     Args:
         job: that this worker trains.
-        beat: the heartbeat; None when no launcher listens.
+        beat: the heartbeat, which hears its launcher; None when no launcher listens.
         saves_on_request: whether a request to stop makes the workers agree on a step (``--preempt_grace``).
         faults: the injected faults.
     """
@@ -42,9 +41,7 @@ class Health(Listener):
         return self._agreement is not None and self._agreement.is_reached
 
     def after_step(self, step: int) -> None:
-        """Called when ``step`` steps are finished."""
-        if self._beat is not None:
-            self._beat.after_step(step)
+        """Agrees with the other workers whether they stop after this step."""
         if self._agreement is not None:
             asked = (self._notice is not None and self._notice.received) or (
                 self._beat is not None and self._beat.stop_is_asked
@@ -52,16 +49,6 @@ class Health(Listener):
             self._agreement.after_step(step, asked, self._is_synchronised)
         if self._faults.points:
             self._faults.meet("step", step)
-
-    def beat(self, pause: bool) -> None:
-        """Reports that this worker is alive."""
-        if self._beat is not None:
-            self._beat.beat(pause)
-
-    def model_wrapped(self, model: WrappedModel) -> None:
-        """Measures the worker's own work on ``model``."""
-        if self._beat is not None:
-            self._beat.watch_model(model.module)
 
     def next_batch(self) -> None:
         """Saves every checkpoint and ends the process when the workers have agreed to stop.
@@ -77,10 +64,8 @@ class Health(Listener):
         raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
-        """Ends the heartbeat."""
-        if self._beat is not None:
-            self._beat.close()
-            self._beat = None
+        """Hears requests to stop no longer."""
+        self._beat = None
         if self._notice is not None:
             self._notice.close()
 
@@ -88,15 +73,16 @@ class Health(Listener):
         return not any(optimizer.is_out_of_step for optimizer in self._job.optimizers)
 
 
-def start_health(job: Job) -> Health | None:
-    """Returns the health of this worker; None when nothing watches it or will ask it to stop."""
+def start_health(job: Job) -> None:
+    """Adds the heartbeat of this worker where a launcher listens, and its health where it may be asked to stop."""
     environment = Environment()
     faults = Faults.read(environment.raw("FLEET_FAULTS"), job.global_rank, environment.int("FLEET_GENERATION"))
     beat = Beat.start(environment)
     saves_on_request = environment.float("FLEET_PREEMPT_GRACE") > 0 and job.collective
-    if beat is None and not saves_on_request and "step" not in faults.points:
-        return None
-    return Health(job, beat, saves_on_request, faults)
+    if beat is not None:
+        job.listeners.add(beat)
+    if saves_on_request or "step" in faults.points:
+        job.listeners.add(Health(job, beat, saves_on_request, faults))
 
 
 def _store(job: Job) -> dist.Store | None:

@@ -138,6 +138,8 @@ class Job:
     def meet(self, call: str) -> None:
         """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
         if self.roll_call is not None:
+            for listener in self.listeners.hearing["workers_meet"]:
+                listener.workers_meet(call)
             self.roll_call.meet(call)
 
     def leave_roll_call(self) -> None:
@@ -173,12 +175,12 @@ class Job:
 
     def beat(self, pause: bool = False) -> None:
         """Reports that this worker is alive, and with ``pause`` that it may be silent until the next step."""
-        for listener in self.listeners["beat"]:
+        for listener in self.listeners.hearing["beat"]:
             listener.beat(pause)
 
     def before_save(self) -> None:
         """Tells the listeners that a state is about to be returned."""
-        for listener in self.listeners["before_save"]:
+        for listener in self.listeners.hearing["before_save"]:
             listener.before_save()
 
     # ---- what is trained --------------------------------------------------------------------------------------------

@@ -16,7 +16,21 @@ Kind = TypeVar("Kind", bound="Listener")
 
 
 class Listener:
-    """Overrides the hooks that it wants to hear; an error that a hook raises reaches the script."""
+    """Overrides the hooks that it wants to hear; an error that a hook raises reaches the script.
+
+    Attributes:
+        sleeps: whether it hears nothing of steps for now; :meth:`Listeners.wake` and :meth:`Listeners.put_to_sleep`
+            change it.
+
+    Example:
+        >>> class Updates(Listener):
+        ...     count = 0
+        ...
+        ...     def after_step(self, step):
+        ...         self.count = step
+    """
+
+    sleeps = False
 
     # ---- what is trained --------------------------------------------------------------------------------------------
 
@@ -46,6 +60,9 @@ class Listener:
     def before_forward(self, model: WrappedModel) -> None:
         """Hears that ``model`` was called."""
 
+    def rows_given(self, model: WrappedModel, data: Any, call: str) -> None:
+        """Hears that ``call`` of a pipeline was given the whole batch ``data``."""
+
     def forward_begins(self, model: WrappedModel, inputs: Any) -> None:
         """Hears that ``model`` runs with ``inputs``; no listener has raised in :meth:`before_forward`."""
 
@@ -61,16 +78,28 @@ class Listener:
     def after_step(self, step: int) -> None:
         """Hears that ``step`` steps are finished."""
 
+    def gradients_arrived(self, model: WrappedModel) -> None:
+        """Hears that a backward pass has brought every gradient of ``model``; an exchange of them may still run."""
+
+    def exchange_ended(self, model: WrappedModel) -> None:
+        """Hears that the gradients of ``model`` are those of all workers."""
+
     def gradients_cleared(self, parameters: Sequence[Tensor]) -> None:
         """Hears that the gradients of ``parameters`` were cleared through their model."""
 
     def next_batch(self) -> None:
         """Hears that a loop asks for its next batch; due checkpoints are written."""
 
+    def state_loaded(self, target: WrappedModel | Optimizer) -> None:
+        """Hears that ``target``, a wrapped model or optimizer, has loaded a state."""
+
     # ---- the job ----------------------------------------------------------------------------------------------------
 
     def beat(self, pause: bool) -> None:
         """Hears that this worker is alive, and with ``pause`` that it may be silent until the next step."""
+
+    def workers_meet(self, call: str) -> None:
+        """Hears that this worker waits now until every worker has made ``call``."""
 
     def before_save(self) -> None:
         """Hears that a state is about to be returned."""
@@ -82,21 +111,20 @@ class Listener:
         """Hears that the job is over."""
 
 
-HOOKS = tuple(name for name in vars(Listener) if not name.startswith("_"))
+HOOKS = tuple(name for name, value in vars(Listener).items() if callable(value) and not name.startswith("_"))
+_OF_STEPS = HOOKS[HOOKS.index("before_forward") : HOOKS.index("state_loaded")]
 
 
 class Listeners:
     """The listeners of one job in the order in which they were added.
 
-    ``listeners["after_step"]`` holds those that override the hook, so that nobody is asked who would not hear.
+    Attributes:
+        hearing: by hook, those that override it and do not sleep, so that nobody is asked who would not hear.
     """
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
-        self._hearing: dict[str, tuple[Listener, ...]] = dict.fromkeys(HOOKS, ())
-
-    def __getitem__(self, hook: str) -> tuple[Listener, ...]:
-        return self._hearing[hook]
+        self.hearing: dict[str, tuple[Listener, ...]] = dict.fromkeys(HOOKS, ())
 
     def __contains__(self, listener: object) -> bool:
         return any(known is listener for known in self._all)
@@ -109,6 +137,16 @@ class Listeners:
     def remove(self, listener: Listener) -> None:
         """Lets ``listener`` hear nothing more; does nothing where it has heard nothing."""
         self._all = [known for known in self._all if known is not listener]
+        self._sort()
+
+    def wake(self, listener: Listener) -> None:
+        """Lets ``listener`` hear of steps from now on."""
+        listener.sleeps = False
+        self._sort()
+
+    def put_to_sleep(self, listener: Listener) -> None:
+        """Lets ``listener`` hear nothing of steps until :meth:`wake`; what is trained and the end reach it still."""
+        listener.sleeps = True
         self._sort()
 
     def find(self, kind: type[Kind]) -> Kind | None:
@@ -124,4 +162,5 @@ class Listeners:
     def _sort(self) -> None:
         for hook in HOOKS:
             plain = getattr(Listener, hook)
-            self._hearing[hook] = tuple(one for one in self._all if getattr(type(one), hook) is not plain)
+            awake = [one for one in self._all if not (one.sleeps and hook in _OF_STEPS)]
+            self.hearing[hook] = tuple(one for one in awake if getattr(type(one), hook) is not plain)

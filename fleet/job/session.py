@@ -133,7 +133,7 @@ class Session:
         return self.job.closed
 
     def _hear_options(self, call: str, options: DistributedStrategy) -> None:
-        for listener in self.job.listeners["options_asked"]:
+        for listener in self.job.listeners.hearing["options_asked"]:
             listener.options_asked(call, options)
 
     def adopt(self, options: DistributedStrategy) -> None:
@@ -156,7 +156,7 @@ class Session:
                     "distributed_optimizer(strategy=...) sets options other than those the model was wrapped with "
                     f"({self.plan}). Give the strategy to fleet.init(), or call distributed_optimizer() first."
                 )
-        for listener in self.job.listeners["options_chosen"]:
+        for listener in self.job.listeners.hearing["options_chosen"]:
             listener.options_chosen(options)
         self.job.options = options
         self.plan = new_plan
@@ -169,11 +169,11 @@ class Session:
             self._hear_model(model)
 
     def _hear_model(self, model: FleetModel) -> None:
-        for listener in self.job.listeners["model_wrapped"]:
+        for listener in self.job.listeners.hearing["model_wrapped"]:
             listener.model_wrapped(model)
 
     def _hear_unwrapped(self, optimizer: Optimizer) -> None:
-        for listener in self.job.listeners["optimizer_unwrapped"]:
+        for listener in self.job.listeners.hearing["optimizer_unwrapped"]:
             listener.optimizer_unwrapped(optimizer)
 
     def become_served(self) -> None:
@@ -230,7 +230,7 @@ class Session:
             strategy.check_model(module)
         if self.collective and self.world_size > 1:
             check_renormalized(module)
-        for listener in self.job.listeners["before_wrap"]:
+        for listener in self.job.listeners.hearing["before_wrap"]:
             listener.before_wrap(module)
         module = self._cut(module, loss_fn)
         self._moved |= move_model(module, self.device, [optimizer.user_optimizer for optimizer in self.optimizers])
@@ -288,7 +288,7 @@ class Session:
                 LOGGER.warning(note)
         wrapped = FleetOptimizer(self._stepped(optimizer), self.job, optimizer)
         self.optimizers.append(wrapped)
-        for listener in self.job.listeners["optimizer_wrapped"]:
+        for listener in self.job.listeners.hearing["optimizer_wrapped"]:
             listener.optimizer_wrapped(wrapped, optimizer)
         return wrapped
 
@@ -296,7 +296,7 @@ class Session:
         """Releases everything the strategies hold; the session is over."""
         self.job.closed = True
         self.job.leave_roll_call()
-        for listener in self.job.listeners["close"]:
+        for listener in self.job.listeners.hearing["close"]:
             listener.close()
         for strategy in self.strategies:
             strategy.close()

@@ -18,7 +18,7 @@ from fleet.checks.equal_states import EqualStates
 from fleet.checks.exchanged_gradients import ExchangedGradients
 from fleet.checks.raw_steps import RawSteps
 from fleet.checks.same_job import SameJob
-from fleet.checks.same_rows import SameSequences
+from fleet.checks.same_rows import SameRows, SameSequences
 from fleet.checks.watched import Watched
 from fleet.elastic._health import start_health
 from fleet.env import Environment
@@ -104,9 +104,9 @@ def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
     add(ExchangedGradients(watched))
     add(RawSteps(watched))
     add(SameSequences(job))
+    add(SameRows(job))
     add(RunLog(job))
-    if (health := start_health(job)) is not None:
-        add(health)
+    start_health(job)
     return session
 
 

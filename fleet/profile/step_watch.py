@@ -33,11 +33,13 @@ class StepWatch(Listener):
         self._profiler = start_profiler(job.global_rank, job.device)
         self.times: StepTimes | None = None if self._profiler is None else self._profiler.times
         self.values: StepValues | None = None
+        self.sleeps = self.times is None
 
     def measure(self) -> StepTimes:
         """Measures the parts of steps from now on; returns where."""
         if self.times is None:
             self.times = StepTimes()
+            self._job.listeners.wake(self)
         return self.times
 
     def forward_begins(self, model: WrappedModel, inputs: Any) -> None:

@@ -49,10 +49,11 @@ class RunLog(Listener):
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.sleeps = True
         self._means = ValueMeans(job)
         self._trackers: dict[str, Tracker] = {}
         self._has_started = False
-        self._own_steps = self._unlogged_steps = 0
+        self._unlogged_steps = 0
         self._values: StepValues | None = None
         self._record: RunRecord | None = None
         self._rank_page: RankPage | None = None
@@ -86,6 +87,7 @@ class RunLog(Listener):
         self.is_recorded = bool(asked)
         if folder := environment.raw("FLEET_PAGE_FOLDER"):
             self._rank_page = RankPage(Path(folder))
+            self._job.listeners.wake(self)
             made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
         if environment.has(_KUBEFLOW) and job.global_rank == 0:
             made["Kubeflow Trainer's status"] = KubeflowTracker(config.total_steps, lambda: self._step, environment)
@@ -116,7 +118,6 @@ class RunLog(Listener):
 
     def after_step(self, step: int) -> None:
         """Counts a step, and logs what is logged by itself when it is due."""
-        self._own_steps += 1
         if self._rank_page is not None and self._job.listeners.get(BatchLoops).checkpoints:
             self._rank_page.checkpoints = self._job.listeners.get(BatchLoops).checkpoints[-1].path
         if self._values is None:
@@ -160,6 +161,7 @@ class RunLog(Listener):
         peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(job.device)
         self._values = StepValues(times, job.device, lambda: job.data_replicas, peak)
         self._job.listeners.get(StepWatch).values = self._values
+        self._job.listeners.wake(self)
 
     def _write(self, own: dict[str, float], means: dict[str, float], step: int) -> None:
         if not self._trackers or not own:
@@ -176,7 +178,7 @@ class RunLog(Listener):
         self._has_started = True
         job, environment = self._job, Environment()
         config = job.options["tracker_configs"]
-        began = self._step - self._own_steps
+        began = self._step - self._job.num_steps
         run = RunInfo(
             name=config.run_name or environment.str("PADDLE_JOB_ID"),
             project=config.project,

@@ -60,6 +60,12 @@ class BatchLoops(Listener):
         self._running = 0  # loops that say when they ask for their next batch
         self.checkpoints: list[PeriodicSave] = []
         self.holds_untrained = False
+        self.sleeps = True
+
+    def add(self, checkpoint: PeriodicSave) -> None:
+        """Writes ``checkpoint`` where it is due."""
+        self.checkpoints.append(checkpoint)
+        self._job.listeners.wake(self)
 
     def after_batch(self, data: object = None) -> None:
         """Writes the checkpoints that are due, and exits when asked to stop; called where a loop begins a batch.
@@ -70,7 +76,7 @@ class BatchLoops(Listener):
         try:
             for checkpoint in self.checkpoints:
                 checkpoint.save_when_due(data)
-            for listener in self._job.listeners["next_batch"]:
+            for listener in self._job.listeners.hearing["next_batch"]:
                 listener.next_batch()
         finally:
             self.holds_untrained = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -94,7 +95,13 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         object.__setattr__(self, "_passes", passes_of(chain))
         if self._job is not None:
             self._passes.everyone = self._job.parameters
+            self._passes.hearing = self._hearing
         self._follow_mode()
+
+    def _hearing(self, hook: str) -> list[Callable[[], None]]:
+        """Returns calls that tell the listeners of the job about a backward pass of this model."""
+        listeners = () if self._job is None else self._job.listeners.hearing[hook]
+        return [partial(getattr(listener, hook), self) for listener in listeners]
 
     def _follow_mode(self) -> None:
         """Takes the mode of the user's module; its submodules, which may be frozen in evaluation mode, keep theirs."""
@@ -117,9 +124,9 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         job = self._job
         if job is None:
             return self._run(*args, **kwargs)
-        for listener in job.listeners["before_forward"]:
+        for listener in job.listeners.hearing["before_forward"]:
             listener.before_forward(self)
-        for listener in job.listeners["forward_begins"]:
+        for listener in job.listeners.hearing["forward_begins"]:
             listener.forward_begins(self, (args, kwargs))
         try:
             return self._run(*args, **kwargs)
@@ -127,7 +134,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             job.explain(error, self)
             raise
         finally:
-            for listener in job.listeners["forward_ends"]:
+            for listener in job.listeners.hearing["forward_ends"]:
                 listener.forward_ends()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +170,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             self.module.zero_grad(set_to_none=set_to_none)
         if self._job is not None:
             parameters = list(self.parameters())
-            for listener in self._job.listeners["gradients_cleared"]:
+            for listener in self._job.listeners.hearing["gradients_cleared"]:
                 listener.gradients_cleared(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -203,7 +210,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
     def _joining(self) -> DistributedDataParallel | None:
         if self._job is not None:
-            for listener in self._job.listeners["before_join"]:
+            for listener in self._job.listeners.hearing["before_join"]:
                 listener.before_join()
         return data_parallel_in(self._chain)
 

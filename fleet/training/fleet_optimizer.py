@@ -50,22 +50,23 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
             return result
         has_closure = closure is not None
         try:
-            check_outside(job.models, "optimizer.step()")
-            for listener in job.listeners["before_step"]:
+            if any(model._redirected for model in job.models):
+                check_outside(job.models, "optimizer.step()")
+            for listener in job.listeners.hearing["before_step"]:
                 listener.before_step(self, has_closure)
             job.updating += 1
             try:
                 result = super().step(closure)
             finally:
                 job.updating -= 1
-            for listener in job.listeners["after_update"]:
+            for listener in job.listeners.hearing["after_update"]:
                 listener.after_update(self, has_closure)
         except RuntimeError as error:
             job.explain(error)
             raise
         self._filled = False
         job.num_steps += 1
-        for listener in job.listeners["after_step"]:
+        for listener in job.listeners.hearing["after_step"]:
             listener.after_step(job.num_steps)
         return result
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fleet.checks.same_rows import SameRows
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.job import Job
 from fleet.strategies._declare.fields import Values
@@ -88,10 +87,11 @@ class PipelineModel(FleetModel):
                 "fleet.distributed_optimizer(optimizer) returned."
             )
         self.train()
-        for listener in job.listeners["before_forward"]:
+        for listener in job.listeners.hearing["before_forward"]:
             listener.before_forward(self)
         with job.explaining():
-            self.__dict__.setdefault("_same_rows", SameRows(job.axes, job.device)).check(data, "train_batch()")
+            for listener in job.listeners.hearing["rows_given"]:
+                listener.rows_given(self, data, "train_batch()")
             step = self._new_step(_TRAIN, loss_fn_idx, None if scaler is None else scaler.scale)
             result = self._trained(step, data, return_micro_batch_loss)
             self._update(optimizer, lr_scheduler, scaler)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -78,6 +78,7 @@ class Passes:
         reducer: the data-parallel module, if there is one.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
         everyone: returns the parameters of all models that may share a graph with this one.
+        hearing: returns what is called for a hook of the job's listeners.
     """
 
     def __init__(self, exchanging: nn.Module | None, parameters: Iterable[nn.Parameter]) -> None:
@@ -87,6 +88,7 @@ class Passes:
         self.checks: list[Callable[[], None]] = []
         self.parameters = dict.fromkeys(parameters)
         self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
+        self.hearing: Callable[[str], Sequence[Callable[[], None]]] = lambda hook: ()
         self.running = False
         self.begun = self.exchanged = 0
         self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
@@ -141,7 +143,7 @@ class Passes:
         """
         if self.running:
             return
-        if self._exchanging is None and not self.starts:
+        if self._exchanging is None and not self.starts and not self.hearing("gradients_arrived"):
             self.begun += 1
             return  # nothing waits for the first gradient of the pass, and nothing for its end
         made, reducer = made or self._latest, self.reducer
@@ -175,12 +177,21 @@ class Passes:
 
     def _end(self) -> None:
         exchanged, self.running, self._prepared = self._prepared, False, False
-        self.exchanged += exchanged or bool(getattr(self._exchanging, "exchanges", False))
+        exchanges = exchanged or bool(getattr(self._exchanging, "exchanges", False))
+        self.exchanged += exchanges
         for end in self.ends:
             end()
+        for tell in self.hearing("gradients_arrived"):
+            tell()
+        if exchanges and self.hearing("exchange_ended"):
+            torch.autograd.Variable._execution_engine.queue_callback(self._tell_exchanged)
         if exchanged and self.reducer is not None and self.reducer.gradient_as_bucket_view:
             # torch's own callback, which ends the exchange, is queued later than this one.
             torch.autograd.Variable._execution_engine.queue_callback(self._note_places)
+
+    def _tell_exchanged(self) -> None:
+        for tell in self.hearing("exchange_ended"):
+            tell()
 
     def _note_places(self) -> None:
         with_gradients = ((p, p.grad) for p in self.parameters if p.grad is not None and not p.grad.is_sparse)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fleet.checks.same_rows import SameRows
+from fleet.checks.same_rows import SameRows, check_rows
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes, make_axes
+from fleet.job.wrapped_model import WrappedModel
 from tests.helpers.workers import run_workers
 
 HOST = torch.device("cpu")
@@ -19,14 +21,15 @@ def compare(rank: int, world_size: int) -> str:
     """Compares batches on dp 2 x mp 2."""
     axes = make_axes({"dp": 2, "mp": 2}, rank, torch.distributed.group.WORLD, 60)
     rows: Any = torch.full((2, 3), axes.data_rank)
-    SameRows(axes, HOST).check({"x": rows, "y": [rows.float(), 3, None]}, "model(...)")
-    SameRows(axes, HOST).check([rows, None] if axes.rank("mp") else [None, rows + rank], "train_batch()")
-    SameRows(axes, HOST, batches=0).check(torch.tensor(rank), "model(...)")
+    check_rows({"x": rows, "y": [rows.float(), 3, None]}, "model(...)", axes, HOST)
+    check_rows([rows, None] if axes.rank("mp") else [None, rows + rank], "train_batch()", axes, HOST)
+    here: Any = SimpleNamespace(axes=axes, device=HOST)
+    SameRows(here, batches=0).rows_given(WrappedModel(), torch.tensor(rank), "model(...)")
     with pytest.raises(ConfigError) as found:
-        SameRows(axes, HOST).check([rows, torch.tensor([rank])], "train_batch()")
+        check_rows([rows, torch.tensor([rank])], "train_batch()", axes, HOST)
     turned = torch.arange(4).flip(0) if rank % 2 else torch.arange(4)
     with pytest.raises(ConfigError):
-        SameRows(axes, HOST).check([turned], "train_batch()")  # the same rows in another order
+        check_rows([turned], "train_batch()", axes, HOST)  # the same rows in another order
     return f"{found.value}"
 
 
@@ -41,4 +44,4 @@ def test_other_rows() -> None:
 
 def test_one_worker() -> None:
     """Nothing to compare with."""
-    SameRows(Axes({"dp": 1}, 0), HOST).check(torch.ones(1), "model(...)")
+    check_rows(torch.ones(1), "model(...)", Axes({"dp": 1}, 0), HOST)

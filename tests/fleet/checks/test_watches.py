@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleet.checks.watches import LoadNote, ModelWatch, OptimizerWatch
+from fleet.checks.watched import LoadNote, ModelWatch, OptimizerWatch
 from tests.helpers.checked_training import batch, job
 
 

@@ -23,6 +23,7 @@ from fleet.launch.processes.worker_file import (
     TAKES_TIMES,
     WorkerFile,
 )
+from fleet.training.fleet_model import FleetModel
 from tests.helpers.fleets import own_fleet
 
 
@@ -61,7 +62,7 @@ def test_own_work_ends_with_the_last_gradient(file: WorkerFile) -> None:
     """What comes between the backward pass and the end of the step is waiting, not work."""
     beat = Beat(WorkerFile(file.path))
     model = torch.nn.Linear(2, 1)
-    beat.watch_model(model)
+    beat.model_wrapped(FleetModel(model, model))
     beat.after_step(1)
     time.sleep(0.05)
     model(torch.ones(1, 2)).sum().backward()

@@ -39,9 +39,9 @@ def test_only_those_that_override_a_hook_hear_it() -> None:
 
     listeners, counts = Listeners(), Counts()
     listeners.add(counts)
-    assert listeners["after_step"] == (counts,)
-    assert listeners["before_step"] == ()
+    assert listeners.hearing["after_step"] == (counts,)
+    assert listeners.hearing["before_step"] == ()
     assert listeners.find(Counts) is listeners.get(Counts) is counts
     listeners.remove(counts)
-    assert listeners["after_step"] == ()
+    assert listeners.hearing["after_step"] == ()
     assert listeners.find(Counts) is None
