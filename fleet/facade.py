@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 
-# UtilBase() without a job works in the running one, which it cannot import: the session has a UtilBase.
+# UtilBase() without a job works in the running one, which it cannot import: a job has a UtilBase.
 UtilBase.running = staticmethod(running_job)
 
 
@@ -238,7 +238,7 @@ class Fleet:
     @property
     def util(self) -> UtilBase:
         """Collective operations on host arrays, file shards, printing on one rank; a script may assign its own."""
-        return self._need("util").util if self._util is None else self._util
+        return self._need("util").job.util if self._util is None else self._util
 
     @util.setter
     def util(self, util: Any) -> None:
@@ -246,7 +246,7 @@ class Fleet:
 
     def split_files(self, files: list[str]) -> list[str]:
         """Returns this worker's shard of ``files``; the 1.x name of ``fleet.util.get_file_shard``."""
-        return self._need("split_files").util.get_file_shard(files)
+        return self._need("split_files").job.util.get_file_shard(files)
 
     def barrier_worker(self) -> None:
         """Returns when every worker has called it.

@@ -298,7 +298,7 @@ def agreed(session: Any, report: dict[str, Any], call: str) -> list[dict[str, An
     if session is None or session.world_size == 1:
         return [report]
     session.job.meet(call)
-    reports = [json.loads(str(text)) for text in session.util.all_gather(json.dumps(report))]
+    reports = [json.loads(str(text)) for text in session.job.util.all_gather(json.dumps(report))]
     for rank, other in enumerate(reports):
         if other["problem"]:
             kind, _, text = other["problem"].partition(": ")
@@ -321,7 +321,7 @@ def blind_workers(folder: Folder, token: str, session: Any, limit_s: float) -> l
     deadline = time.monotonic() + limit_s
     while not (seen := _sees(folder, _marker(token))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return [rank for rank, found in enumerate(session.util.all_gather(int(seen))) if not int(found)]
+    return [rank for rank, found in enumerate(session.job.util.all_gather(int(seen))) if not int(found)]
 
 
 def _marker(token: str) -> str:
@@ -352,7 +352,7 @@ def _raise_on_all(session: Any, failed: str) -> None:
         if failed:
             raise CheckpointError(failed)
         return
-    for rank, text in enumerate(session.util.all_gather(failed or " ")):
+    for rank, text in enumerate(session.job.util.all_gather(failed or " ")):
         if f"{text}".strip():
             raise CheckpointError(f"fleet.checkpoint.save(): worker {rank}: {text}")
 

@@ -98,7 +98,7 @@ def _run(step: Step, dataset: Iterable[Batch], fetch: Sequence[str], period: int
                 LOGGER.info("batch %d: %s", number + 1, ", ".join(shown))
     if session is None or not stats:
         return sums
-    return {name: session.util.all_reduce(_agreed(sums.get(name), session)) for name in stats}
+    return {name: session.job.util.all_reduce(_agreed(sums.get(name), session)) for name in stats}
 
 
 def _checked(outputs: Mapping[str, Any] | None, names: Sequence[str], call: str) -> Mapping[str, Any]:
@@ -117,7 +117,7 @@ def _agreed(value: Any, session: Session) -> Any:
     if value is not None:
         shape[0] = np.ndim(value)
         shape[1 : 1 + np.ndim(value)] = np.shape(value)
-    known = np.asarray(session.util.all_reduce(shape, "max"))
+    known = np.asarray(session.job.util.all_reduce(shape, "max"))
     return value if value is not None else np.zeros(tuple(known[1 : 1 + max(int(known[0]), 0)]))
 
 

@@ -277,7 +277,7 @@ class Checkpoint(PeriodicSave):
             "random": take_random(),
             "place": {**self._session.axes.coordinate(), "data": self._session.data_rank},
         }
-        reports = [from_bytes(data) for data in self._session.util.all_gather(to_bytes(report))]
+        reports = [from_bytes(data) for data in self._session.job.util.all_gather(to_bytes(report))]
         self._remove_unfinished()
         _raise_first([found["error"] for found in reports], "the previous checkpoint was not written")
         _check_stranger(self.path, reports[0]["stranger"])
@@ -412,7 +412,7 @@ class Checkpoint(PeriodicSave):
     def _raise_on_all(self, error: str) -> None:
         errors = [error]
         if self._session.world_size > 1:
-            errors = [f"{found}" for found in self._session.util.all_gather(error or " ")]
+            errors = [f"{found}" for found in self._session.job.util.all_gather(error or " ")]
         self._remove_unfinished()
         _raise_first(errors, "it was not written")
 

@@ -298,7 +298,7 @@ class Restore:
 
     def _said_by_all(self, content: Any) -> list[Any]:
         """Returns the ``content`` of every worker; a collective call."""
-        return [json.loads(f"{text}") for text in self._session.util.all_gather(json.dumps(content))]
+        return [json.loads(f"{text}") for text in self._session.job.util.all_gather(json.dumps(content))]
 
 
 def workers_of(session: Session) -> StateGroup:

@@ -21,7 +21,6 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import MODEL_AXES, Axes, make_axes
 from fleet.job.job import Job
 from fleet.job.listener import Listener
-from fleet.job.util import UtilBase
 from fleet.job.wrapped_model import WrappedModel
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
@@ -73,8 +72,7 @@ class Session:
             self.job.leave_roll_call()
             raise
         self._make_strategies()
-        self.util = UtilBase(self.job)
-        self.role_maker.set_util(self.util)
+        self.role_maker.set_util(self.job.util)
         self.job.listeners.add(_StrategiesHear(self))
 
     @property

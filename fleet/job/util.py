@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
-from fleet.job.job import Job
+from fleet.job.workers import Workers
 from fleet.role.record import Role
 
 HostArray: TypeAlias = Any  # an array for an array, a number for a number
@@ -42,20 +42,15 @@ class UtilBase:
         >>> fleet.util.all_reduce(np.array([1.0, 2.0]), "sum")
     """
 
-    running: ClassVar[Callable[[], Job | None]] = staticmethod(lambda: None)  # the face of the library sets it
+    running: ClassVar[Callable[[], Workers | None]] = staticmethod(lambda: None)  # the face of the library sets it
 
-    def __init__(self, job: Job | None = None) -> None:
+    def __init__(self, job: Workers | None = None) -> None:
         self._job = job
         self.fs_client: object = None
 
     def _set_role_maker(self, role_maker: Any) -> None:
         """Takes rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
-        from fleet.options import DistributedStrategy  # a job that runs has loaded it
-
-        cpu = torch.device("cpu")
-        self._job = Job(
-            record=role_maker.record, device=cpu, options=DistributedStrategy(), say=print, collective=False
-        )
+        self._job = Workers(record=role_maker.record, device=torch.device("cpu"), collective=False)
 
     def set_file_system(self, fs_client: object) -> None:
         """Keeps a file-system client (``fleet.utils.fs``) as ``fs_client`` for the program's own use."""
@@ -178,7 +173,7 @@ class UtilBase:
         assert roll_call is not None
         return [json.loads(found) for found in roll_call.meet(call, json.dumps(header))]
 
-    def _need_job(self, call: str) -> Job:
+    def _need_job(self, call: str) -> Workers:
         job = UtilBase.running() if self._job is None else self._job
         if job is None:
             raise NotInitializedError(f"fleet.util.{call} needs fleet.init() first.")
@@ -208,7 +203,7 @@ class UtilBase:
         return group
 
 
-def _is_server(job: Job) -> bool:
+def _is_server(job: Workers) -> bool:
     return job.record.kind is Role.SERVER
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.job.job import Job
-from fleet.job.util import UtilBase
 from fleet.job.whereabouts import named
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
@@ -62,7 +61,7 @@ class ValueMeans:
             timeout = timedelta(milliseconds=Environment().float("PADDLE_PG_TIMEOUT"))
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         names = sorted(values)
-        weight = 1.0 if UtilBase(job).stands_for_replica else 0.0
+        weight = 1.0 if job.util.stands_for_replica else 0.0
         own = [values[name] if weight else 0.0 for name in names]
         digest = crc32(json.dumps([names, step]).encode())
         high, low = digest >> 16, digest & 0xFFFF

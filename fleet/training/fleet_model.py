@@ -303,7 +303,9 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             if assign:
                 raise ConfigError("load_state_dict(assign=True) would replace the parameters that were divided.")
             state_dict = states.fitted(state_dict)
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        self._tell_loaded()
+        return result
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads worker 0's ``state_dict``, a whole state, on all workers; every worker must call it.
@@ -313,6 +315,11 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         if self._job is not None:
             self._job.meet("model.load_full_state_dict()")
         self._states.load_from_rank_0(state_dict)
+        self._tell_loaded()
+
+    def _tell_loaded(self) -> None:
+        for listener in () if self._job is None else self._job.listeners.hearing["state_loaded"]:
+            listener.state_loaded(self)
 
     @property
     def _states(self) -> ModelStates:

@@ -232,6 +232,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         if states.is_collective_load(state_dict):
             self._meet("optimizer.load_state_dict()")
         super().load_state_dict(states.loaded(state_dict))
+        for listener in () if self._job is None else self._job.listeners.hearing["state_loaded"]:
+            listener.state_loaded(self)
 
     @property
     def is_part(self) -> bool:
