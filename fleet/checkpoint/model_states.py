@@ -25,6 +25,7 @@ from fleet.strategies._shared.parts import (
     mark_part,
     part_like,
     place_of,
+    shards_in,
 )
 
 
@@ -57,7 +58,7 @@ class ModelStates:
         """
         state = self._module.state_dict()
         here = StateGroup((self._mesh.axes.global_rank,), None, self._mesh.device)
-        group = self._mesh.copy_group(has_parts(state)) if self.is_collective() else here
+        group = self._mesh.copy_group(shards_in(state.values())) if self.is_collective() else here
         items = {item.name: item for item in module_items(self._module, self._mesh.axes)}
         posts = group.post({**self._posted(state, items), "boxes": boxes_of(items.values()), "keep": keep})
         stages = self._mesh.by_stage(posts, group.ranks)

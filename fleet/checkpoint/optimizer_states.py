@@ -28,6 +28,7 @@ from fleet.strategies._shared.parts import (
     local_state,
     mark_part,
     place_of,
+    shards_in,
     whole_state,
 )
 from fleet.strategies.sharding.owners import PartitionedOptimizer
@@ -195,7 +196,8 @@ class OptimizerStates:
 
     def _gathered(self, state: Mapping[str, Any], keep: bool) -> tuple[list[Any], dict[int, dict[str, Any]]]:
         """Returns the groups and the entries of the whole state; a collective call."""
-        group = self._mesh.copy_group(self._partitioned is not None or any(is_part(p) for p in self._parameters))
+        partitioned = self._partitioned
+        group = self._mesh.copy_group(shards_in(self._parameters) if partitioned is None else partitioned.group)
         own, items = self._described(state)
         posts = group.post({**self._posted(own, items), "keep": keep})
         groups = self._groups(self._mesh.by_stage(posts, group.ranks))

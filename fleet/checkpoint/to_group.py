@@ -168,12 +168,14 @@ class StateMesh:
             rank, degree = rank * inner["degree"] + inner["rank"], degree * inner["degree"]
         return {"rank": rank, "degree": degree, **{axis: self.axes.size(axis) for axis in axes}}
 
-    def copy_group(self, has_shards: bool = False) -> StateGroup:
+    def copy_group(self, shards: Any = None) -> StateGroup:
         """Returns the workers that hold one copy of the model together; with experts, all workers.
 
-        ``has_shards`` says that sharding divides what is asked for.
+        ``shards`` is the process group over which sharding divides the state; ``None`` where it does not.
         """
-        along = tuple(self.axes.degrees) if self.axes.experts else _COPY_OF_SHARDS if has_shards else MODEL_AXES
+        if shards is not None and self.axes.size("sharding") == 1:  # of group_sharded_parallel(), beside the mesh
+            return StateGroup(dist.get_process_group_ranks(shards), shards, self.device)
+        along = tuple(self.axes.degrees) if self.axes.experts else _COPY_OF_SHARDS if shards else MODEL_AXES
         return StateGroup(self.axes.ranks(*along), self.axes.group(*along), self.device)
 
     def by_stage(self, posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[dict[str, Any]]:

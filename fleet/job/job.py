@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fleet.job.job_workers import Workers
 from fleet.job.util import UtilBase
-from fleet.job.workers import Workers
 
 if TYPE_CHECKING:
     from fleet.strategies._declare.fields import Values

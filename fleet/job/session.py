@@ -24,7 +24,7 @@ from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
-from fleet.strategies._declare.strategy import JobKind, Stage, Strategy
+from fleet.strategies._declare.strategy import JobKind, Stage, StepCounter, Strategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.strategies._shared import norm
 from fleet.strategies._shared.experts import share_experts
@@ -348,7 +348,8 @@ class Session:
         for strategy in sorted(self.strategies, key=lambda s: s.stage.of_optimizer):
             chain = _returned(strategy.wrap_optimizer(chain), strategy, "wrap_optimizer")
         for strategy in self.strategies:
-            chain = strategy.wrap_steps(chain)
+            if isinstance(strategy, StepCounter):
+                chain = strategy.wrap_steps(chain)
         return chain
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fleet._file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
-from fleet.job.workers import Workers
+from fleet.job.job_workers import Workers
 from fleet.role.record import Role
 
 HostArray: TypeAlias = Any  # an array for an array, a number for a number

@@ -35,10 +35,10 @@ class StepWatch(Listener):
         self.values: StepValues | None = None
         self.sleeps = self.times is None
 
-    def measure(self) -> StepTimes:
-        """Measures the parts of steps from now on; returns where."""
+    def measure(self, times: StepTimes | None = None) -> StepTimes:
+        """Measures the parts of steps from now on; returns where: in ``times``, or where they are measured already."""
         if self.times is None:
-            self.times = StepTimes()
+            self.times = times or StepTimes()
             self._job.listeners.wake(self)
         return self.times
 

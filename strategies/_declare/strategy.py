@@ -69,17 +69,6 @@ REGISTRY: dict[str, type[Strategy]] = {}
 GROUPS: list[type[Config]] = []
 
 
-# Members of older releases, which a plug-in may still define -> what to write.
-_REMOVED = {
-    "always": "Derive from JobKind.",
-    "in_collective_job": "Derive from JobKind.",
-    "optimizer_stage": "The stage decides alone; SHARD comes right after UPDATE.",
-    "refusal": "Raise UnsupportedOptionError in problem().",
-    "stands_for": "Return the options from replaces(options).",
-    "switch": "Write default = None for a strategy that other options choose.",
-}
-
-
 _CLASS_METHODS = {"chosen", "effects", "notes", "problem", "replaces"}
 
 
@@ -110,8 +99,6 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in sorted(_REMOVED.keys() & vars(cls).keys()):
-            raise TypeError(f"{cls.__name__}.{name} has no effect: Strategy has no such member. {_REMOVED[name]}")
         for name in sorted(_CLASS_METHODS & vars(cls).keys()):
             if not isinstance(vars(cls)[name], classmethod):
                 raise TypeError(f"{cls.__name__}.{name} must be a class method: it is asked before there is an object.")
@@ -181,10 +168,6 @@ class Strategy:
         """Returns ``optimizer``, or an optimizer of the same interface around it."""
         return optimizer
 
-    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns ``optimizer``, or one around it that counts the user's steps outside all other strategies."""
-        return optimizer
-
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Records, before a forward, that parameters of the wrapped ``model`` were added, removed, frozen or unfrozen.
 
@@ -208,6 +191,14 @@ class JobKind(Strategy):
 
     reads: ClassVar[tuple[str, ...]] = ()
     also_sets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+
+class StepCounter(Strategy):
+    """A strategy that counts the user's steps outside all other strategies, beside what it does to the optimizer."""
+
+    def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns ``optimizer``, or one around it that stands outside all."""
+        return optimizer
 
 
 def top_level(group: type[Config]) -> type[Config]:

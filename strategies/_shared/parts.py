@@ -43,6 +43,12 @@ def part_of(parameter: nn.Parameter) -> nn.Parameter:
     return part
 
 
+def shards_in(tensors: Iterable[Any]) -> Any:
+    """Returns the process group over which the first DTensor among ``tensors`` is divided; ``None`` without one."""
+    part = next((tensor for tensor in tensors if is_part(tensor)), None)
+    return None if part is None else part.device_mesh.get_group(part.device_mesh.ndim - 1)
+
+
 def has_parts(state: Any) -> bool:
     """Returns whether ``state`` holds a DTensor."""
     return any(is_part(leaf) for leaf in tree_leaves(state))

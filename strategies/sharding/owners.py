@@ -61,7 +61,8 @@ class PartitionedOptimizer(OptimizerWrapper):
         self, optimizer: Optimizer, group: Any, buffer_bytes: float, offload: bool = False, expert_group: Any = None
     ) -> None:
         super().__init__(optimizer)
-        self._group, self._buffer_bytes = group, buffer_bytes
+        self.group = group
+        self._buffer_bytes = buffer_bytes
         self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
         self._expert_group, self._expert_rank = expert_group, 0 if expert_group is None else expert_group.rank()
         self._offload = offload
@@ -105,7 +106,7 @@ class PartitionedOptimizer(OptimizerWrapper):
     @torch.no_grad()
     def exchange(self) -> None:
         """Gives every worker of the group the parameters as their owners have them."""
-        for group, experts in ((self._group, False), (self._expert_group, True)):
+        for group, experts in ((self.group, False), (self._expert_group, True)):
             if group is not None:
                 self._exchange_over(group, [p for p in self._owners if is_expert(p) is experts])
 
@@ -194,7 +195,7 @@ class PartitionedOptimizer(OptimizerWrapper):
             torch.cuda.current_stream().synchronize()  # the state may be read by the host from now on
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_group": None, "_expert_group": None, "_owners": {}}
+        return {**super().__getstate__(), "group": None, "_expert_group": None, "_owners": {}}
 
 
 def _flat_like(chunk: list[Tensor]) -> Tensor:

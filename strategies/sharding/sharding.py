@@ -14,7 +14,7 @@ from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, Values, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import Guide, Stage, StepCounter
 from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, Accumulator, InModel, accumulate
 from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._gradients.passes import Passes, passes_of
@@ -87,7 +87,7 @@ class ShardingConfig(Config, option="sharding_configs"):
             raise ConfigError("sharding_configs['sharding_degree'] is 0; it must be -1 or at least 1.")
 
 
-class Sharding(Strategy):
+class Sharding(StepCounter):
     """Divides optimizer state, gradients and parameters among workers."""
 
     name = "sharding"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy, top_level
+from fleet.strategies._declare.strategy import Guide, Stage, StepCounter, top_level
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in, mark_parts
 from fleet.strategies._shared.parts import local
@@ -66,7 +66,7 @@ class TensorParallelSettings(Config, owner="tensor_parallel"):
     )
 
 
-class TensorParallel(Strategy):
+class TensorParallel(StepCounter):
     """Divides the weights of layers among workers."""
 
     name = "tensor_parallel"

@@ -231,7 +231,7 @@ def test_an_exit_without_a_group_collects_no_garbage(monkeypatch: pytest.MonkeyP
     alone._close()
     assert not collected
     grouped.init(log_level="ERROR")
-    monkeypatch.setattr(type(grouped.session), "has_group", property(lambda _: True))
+    monkeypatch.setattr(type(grouped.session.job), "has_group", property(lambda _: True))
     grouped._close()
     assert collected
 

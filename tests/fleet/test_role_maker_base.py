@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.job.job_workers import Workers
 from fleet.job.util import UtilBase
 from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import RoleMakerBase
@@ -80,10 +82,7 @@ def test_arrays_travel_after_init_only() -> None:
     with pytest.raises(NotInitializedError, match="fleet.init"):
         role.all_reduce(1)
 
-    class Alone:
-        global_rank, world_size, host_group = 0, 1, None
-
-    role.set_util(UtilBase(Alone()))
+    role.set_util(UtilBase(Workers(record=RoleRecord(), device=torch.device("cpu"))))
     assert role._all_reduce(3) == 3
     assert role._all_gather(3) == [3]
     role._barrier()

@@ -155,19 +155,11 @@ def test_what_one_file_alone_uses_is_no_member_of_strategy() -> None:
     assert len(members) <= 28, sorted(members)
 
 
-@pytest.mark.parametrize("name", ["refusal", "switch", "always", "in_collective_job", "stands_for", "optimizer_stage"])
-def test_a_member_of_an_older_release_is_refused(name: str) -> None:
-    """A plug-in that still defines one would otherwise be ignored in silence."""
-    with pytest.raises(TypeError, match=rf"Older\.{name} has no effect"):
-        type("Older", (Strategy,), {name: False})
-    with pytest.raises(TypeError, match="replaces must be a class method"):
-        type("Older", (Strategy,), {"replaces": ("amp",)})
-
-
 @pytest.mark.parametrize(
     ("members", "rule"),
     [
         ({"name": "extra", "stage": Stage.STEP}, "must also define meaning"),
+        ({"replaces": ("amp",)}, "replaces must be a class method"),
         ({"name": "extra", "meaning": "x."}, "must also define stage"),
         ({"problem": lambda self, options, world_size: None}, "problem must be a class method"),
         ({"notes": lambda self, options, world_size: ()}, "notes must be a class method"),

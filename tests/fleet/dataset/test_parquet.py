@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
 
 def _on(monkeypatch, rank, size, server_job=None):
     loops = SimpleNamespace(over=lambda data, batches: batches)
-    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job, loops=loops)
+    job = SimpleNamespace(listeners=SimpleNamespace(get=lambda kind: loops))
+    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job, job=job)
     monkeypatch.setattr(_parquet, "running_session", lambda: session)
 
 
