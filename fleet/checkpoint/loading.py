@@ -17,7 +17,8 @@ from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder
 from fleet.checkpoint.values import decode, tensor_names
 from fleet.errors import CheckpointError, FleetError, did_you_mean
-from fleet.job.running import running_session
+from fleet.job.job import Job
+from fleet.job.running import running_job
 
 
 def load(
@@ -49,19 +50,19 @@ def load(
         >>> epoch = fleet.checkpoint.load("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 0})["epoch"]
     """
     call = "fleet.checkpoint.load()"
-    session = running_session()
-    folder = check_call(path, session, call)
+    job = running_job()
+    folder = check_call(path, job, call)
     if objects is None:
         wait()
         with closing(_source(folder, check_sums)) as source:
             return everything(source)
-    _meet(objects, folder.path, session, call)
-    source, plan = _fitting(objects, folder, session, call, check_sums)
+    _meet(objects, folder.path, job, call)
+    source, plan = _fitting(objects, folder, job, call, check_sums)
     with closing(source):
         return _load_into(objects, plan, source, folder.path, call)
 
 
-def _meet(objects: Any, path: str, session: Any, call: str) -> None:
+def _meet(objects: Any, path: str, job: Job | None, call: str) -> None:
     """Returns when every worker has come here, and what all of them have saved is on disk.
 
     Raises ConfigError, CheckpointError, RendezvousError.
@@ -70,12 +71,12 @@ def _meet(objects: Any, path: str, session: Any, call: str) -> None:
     try:
         wait()
     except CheckpointError as error:
-        if world_size_of(session) == 1:
+        if world_size_of(job) == 1:
             raise
         problem = f"CheckpointError: {error}"
     keys = [f"{key}" for key in objects] if isinstance(objects, Mapping) else []
-    report = {"path": path, "problem": problem, "step": steps_of(session), "digests": dict.fromkeys(keys, 0)}
-    agreed(session, report, call)
+    report = {"path": path, "problem": problem, "step": steps_of(job), "digests": dict.fromkeys(keys, 0)}
+    agreed(job, report, call)
 
 
 def _source(folder: Folder, check_sums: bool) -> SavedTensors:
@@ -86,7 +87,7 @@ def _source(folder: Folder, check_sums: bool) -> SavedTensors:
 
 
 def _fitting(
-    objects: Mapping[str, Any], folder: Folder, session: Any, call: str, check_sums: bool
+    objects: Mapping[str, Any], folder: Folder, job: Job | None, call: str, check_sums: bool
 ) -> tuple[SavedTensors, dict[StateTaker, Wanted]]:
     """Returns the checkpoint and the boxes that each state wants, once it fits on every worker; a collective call.
 
@@ -95,21 +96,21 @@ def _fitting(
     source, plan, problem = None, {}, ""
     try:
         source = _source(folder, check_sums)
-        takers = takers_of(objects, session, axes_of(session), call, own=bool(source.index.job.get("own")))
-        _check_takers(takers, source, folder.path, session)
+        takers = takers_of(objects, job, axes_of(job), call, own=bool(source.index.job.get("own")))
+        _check_takers(takers, source, folder.path, job)
         plan = {taker: taker.wanted(source) for taker in takers}
         if check_sums:
             source.verify_all(plan.values())
     except FleetError as error:
-        if world_size_of(session) == 1:
+        if world_size_of(job) == 1:
             if source is not None:
                 source.close()
             raise
         problem = f"{type(error).__name__}: {error}"
     files = sorted(source.index.files) if source is not None else []
-    report = {"path": folder.path, "problem": problem, "step": steps_of(session), "digests": {}, "files": files}
+    report = {"path": folder.path, "problem": problem, "step": steps_of(job), "digests": {}, "files": files}
     try:
-        if any(other["files"] != files for other in agreed(session, report, call)):
+        if any(other["files"] != files for other in agreed(job, report, call)):
             raise CheckpointError(
                 f"{call}: a save to {folder.path!r} has replaced the checkpoint meanwhile. Load again."
             )
@@ -121,7 +122,7 @@ def _fitting(
     return source, plan
 
 
-def _check_takers(takers: Sequence[StateTaker], source: StateSource, path: str, session: Any) -> None:
+def _check_takers(takers: Sequence[StateTaker], source: StateSource, path: str, job: Job | None) -> None:
     """Raises CheckpointError where the checkpoint does not fit."""
     kinds = source.index.values.get(OBJECTS, {})
     problems = []
@@ -138,7 +139,7 @@ def _check_takers(takers: Sequence[StateTaker], source: StateSource, path: str, 
                 f"{taker.key!r} was saved from {_called(kind, class_name)} and is {_called(taker.kind, mine)} here"
             )
     refuse(problems, path)
-    _check_own(source.index, session, axes_of(session), path)
+    _check_own(source.index, job, axes_of(job), path)
     refuse(misfits_of(takers, source), path)
 
 
@@ -176,12 +177,12 @@ def _called(kind: str, class_name: str) -> str:
     return {"module": "a module", "value": "a value"}.get(kind, f"a {class_name}")
 
 
-def _check_own(index: Index, session: Any, axes: Any, path: str) -> None:
+def _check_own(index: Index, job: Job | None, axes: Any, path: str) -> None:
     """Raises CheckpointError where each worker of another mesh has saved a state of its own."""
     if not index.job.get("own"):
         return
     saved = (index.job["world_size"], index.job["degrees"])
-    now = (1 if session is None else session.world_size, {**axes.degrees, **axes.experts})
+    now = (1 if job is None else job.world_size, {**axes.degrees, **axes.experts})
     if saved != now:
         raise CheckpointError(
             f"load(path={path!r}): {', '.join(index.job['own'])} had a state on each of {saved[0]} workers "

@@ -18,6 +18,7 @@ from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
+from fleet.job.job import Job
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.training.fleet_model import FleetModel
 
@@ -95,13 +96,13 @@ class ObjectState(StateTaker):
 
 
 def takers_of(
-    objects: Mapping[str, Any], session: Any, axes: Axes, call: str, own: bool | None = None
+    objects: Mapping[str, Any], job: Job | None, axes: Axes, call: str, own: bool | None = None
 ) -> list[StateTaker]:
     """Returns what takes or loads the state of each of ``objects``, modules first.
 
     Args:
         objects: by key, as the script gave them.
-        session: the job; ``None`` before ``fleet.init``.
+        job: the job; ``None`` before ``fleet.init``.
         axes: the place of this worker.
         call: the function that errors name.
         own: whether each worker has a state of its own; ``None`` asks the optimizers.
@@ -117,12 +118,12 @@ def takers_of(
     for key in objects:
         if not isinstance(key, str) or not key or set(key) & set("/@#+"):
             raise ConfigError(f"{call}: the key {key!r}: a key is a text without '/', '@', '#' and '+'.")
-    modules = {key: _model(found, session) for key, found in objects.items() if isinstance(found, nn.Module)}
-    chains = {key: _chain(found, session) for key, found in objects.items() if isinstance(found, Optimizer)}
-    has_own = own_state_of(chains.values(), session) if own is None else own
-    rank, world = (0, 1) if session is None else (session.global_rank, session.world_size)
+    modules = {key: _model(found, job) for key, found in objects.items() if isinstance(found, nn.Module)}
+    chains = {key: _chain(found, job) for key, found in objects.items() if isinstance(found, Optimizer)}
+    has_own = own_state_of(chains.values(), job) if own is None else own
+    rank, world = (0, 1) if job is None else (job.global_rank, job.world_size)
     mine = rank if has_own and world > 1 else None
-    wrapped = [] if session is None else [model.module for model in session.models]
+    wrapped = [] if job is None else [model.module for model in job.models]
     found: list[Any] = []
     names: dict[Tensor, str] = {}
     homes: dict[Tensor, tuple[str, str]] = {}
@@ -133,7 +134,7 @@ def takers_of(
         found.append(taker)
         _add_names(names, taker.parameter_names(), key)
         homes = {p: (key, name) for p, name in taker.parameter_names().items()} | homes
-    for number, model in enumerate([] if session is None else session.models):
+    for number, model in enumerate([] if job is None else job.models):
         _add_names(names, {p: name for name, p in model.named_parameters()}, f"{number}")
         homes = {p: ("", name) for name, p in model.named_parameters()} | homes
     found += [OptimizerTensors(key, chain, names, axes, mine, homes) for key, chain in chains.items()]
@@ -153,28 +154,28 @@ def _add_names(names: dict[Tensor, str], added: Mapping[Tensor, str], prefix: st
             names[parameter] = f"{prefix}:{name}" if name in taken else name
 
 
-def own_state_of(optimizers: Iterable[Optimizer], session: Any) -> bool:
+def own_state_of(optimizers: Iterable[Optimizer], job: Job | None) -> bool:
     """Returns whether a strategy keeps a state on this worker that other workers do not have.
 
     With one worker that is an open window of gradient_merge, which more workers cannot share.
     """
-    if session is not None and session.world_size > 1:
+    if job is not None and job.world_size > 1:
         return any(bool(getattr(optimizer, "has_own_state", False)) for optimizer in optimizers)
     states = [OptimizerWrapper.state_dict(o) for o in optimizers if isinstance(o, OptimizerWrapper)]
     return any(isinstance(value, Mapping) and value.get("batch") for state in states for value in state.values())
 
 
-def _model(found: nn.Module, session: Any) -> nn.Module:
-    for model in [] if session is None else session.models:
+def _model(found: nn.Module, job: Job | None) -> nn.Module:
+    for model in [] if job is None else job.models:
         if model.module is found:
             wrapped: nn.Module = model
             return wrapped
     return found
 
 
-def _chain(found: Optimizer, session: Any) -> Optimizer:
+def _chain(found: Optimizer, job: Job | None) -> Optimizer:
     """Returns the distributed optimizer around ``found``, if there is one."""
-    for wrapped in [] if session is None else session.optimizers:
+    for wrapped in [] if job is None else job.optimizers:
         if wrapped.user_optimizer is found:
             chain: Optimizer = wrapped
             return chain

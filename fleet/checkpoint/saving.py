@@ -28,8 +28,9 @@ from fleet.checkpoint.to_group import StateGroup
 from fleet.checkpoint.writer import own_writer
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.axes import Axes
+from fleet.job.job import Job
 from fleet.job.listener import Listener
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 
 _VISIBLE_S = 20.0
 _POLL_S = 0.02
@@ -62,21 +63,21 @@ def save(path: str | os.PathLike[str], objects: Mapping[str, Any], *, asynchrono
         >>> fleet.checkpoint.save("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 3})
     """
     call = "fleet.checkpoint.save()"
-    session = running_session()
-    folder = _checked(path, asynchronous, session, call)
-    if session is not None:
-        session.job.beat(pause=True)
-    taken, token = _settled(folder, objects, session, call)
+    job = running_job()
+    folder = _checked(path, asynchronous, job, call)
+    if job is not None:
+        job.beat(pause=True)
+    taken, token = _settled(folder, objects, job, call)
     try:
         if asynchronous and not getattr(folder, "is_of_this_process", False):
             taken.start(folder, token)
-            if session is not None and session.job.listeners.find(_EarlierSave) is None:
-                session.job.listeners.add(_EarlierSave())
+            if job is not None and job.listeners.find(_EarlierSave) is None:
+                job.listeners.add(_EarlierSave())
             return
-        taken.write(folder, token, agree=partial(_raise_on_all, session))
+        taken.write(folder, token, agree=partial(_raise_on_all, job))
     finally:
-        if session is not None:
-            session.job.beat()
+        if job is not None:
+            job.beat()
 
 
 class _EarlierSave(Listener):
@@ -87,7 +88,7 @@ class _EarlierSave(Listener):
         raise_failed()
 
 
-def _settled(folder: Any, objects: Mapping[str, Any], session: Any, call: str) -> tuple[Taken, str]:
+def _settled(folder: Any, objects: Mapping[str, Any], job: Job | None, call: str) -> tuple[Taken, str]:
     """Returns what this worker writes, and the token of the save, once all workers agree; a collective call.
 
     Raises ConfigError, CheckpointError on every worker when one of them cannot save.
@@ -99,27 +100,27 @@ def _settled(folder: Any, objects: Mapping[str, Any], session: Any, call: str) -
     try:
         if (error := own_writer().finish()) != "":
             raise CheckpointError(f"the save before this one failed: {error}")
-        takers = takers_of(objects, session, axes_of(session), call)
-        taken = taken_by(takers, session)
-        if _rank(session) == 0:
+        takers = takers_of(objects, job, axes_of(job), call)
+        taken = taken_by(takers, job)
+        if _rank(job) == 0:
             check_target(folder)
             mark(folder, token)
     except FleetError as error:
         problem = f"{type(error).__name__}: {error}"
-        if session is None or session.world_size == 1:
+        if job is None or job.world_size == 1:
             raise
     states = [taker for taker in takers if isinstance(taker, ObjectState)]
-    digests = {taker.key: taker.digest() for taker in states} if world_size_of(session) > 1 and not problem else {}
+    digests = {taker.key: taker.digest() for taker in states} if world_size_of(job) > 1 and not problem else {}
     report = {
-        "path": folder.path, "token": token, "problem": problem, "step": steps_of(session), "digests": digests,
+        "path": folder.path, "token": token, "problem": problem, "step": steps_of(job), "digests": digests,
     }  # fmt: skip
-    reports = agreed(session, report, call)
+    reports = agreed(job, report, call)
     token = reports[0]["token"]
-    _check_shared(folder, token, session)
+    _check_shared(folder, token, job)
     for taker in states:
         taker.differs = len({other["digests"][taker.key] for other in reports}) > 1 if digests else False
     if any(taker.differs for taker in states):
-        taken = taken_by(takers, session)
+        taken = taken_by(takers, job)
     assert taken is not None
     return taken, token
 
@@ -139,19 +140,19 @@ def raise_failed() -> None:
         raise CheckpointError(error)
 
 
-def axes_of(session: Any) -> Axes:
+def axes_of(job: Job | None) -> Axes:
     """Returns the place of this worker; a single process before ``fleet.init``."""
-    if session is None or not session.collective or not session.axes.degrees:
+    if job is None or not job.collective or not job.axes.degrees:
         return Axes({}, 0)
-    found: Axes = session.axes
+    found: Axes = job.axes
     return found
 
 
-def check_call(path: Any, session: Any, call: str) -> LocalFolder | RemoteFolder:
+def check_call(path: Any, job: Job | None, call: str) -> LocalFolder | RemoteFolder:
     """Returns the folder that ``path`` names. Raises ConfigError where such a checkpoint cannot be in this job."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{call}: path={path!r}; it takes the name of a folder.")
-    if session is not None and session.server_job is not None:
+    if job is not None and job.has_tables:
         raise ConfigError(
             f"{call}: the tables of this job are on parameter servers, which save them: call "
             "fleet.save_persistables(). fleet.save() writes a dense state."
@@ -159,10 +160,10 @@ def check_call(path: Any, session: Any, call: str) -> LocalFolder | RemoteFolder
     return open_folder(path)
 
 
-def _checked(path: Any, asynchronous: Any, session: Any, call: str) -> LocalFolder | RemoteFolder:
+def _checked(path: Any, asynchronous: Any, job: Job | None, call: str) -> LocalFolder | RemoteFolder:
     if not isinstance(asynchronous, bool):
         raise ConfigError(f"{call}: asynchronous={asynchronous!r}; it is True or False.")
-    return check_call(path, session, call)
+    return check_call(path, job, call)
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,9 @@ class Taken:
         writer.start(folder.path, share, hooks, arguments)
 
 
-def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
+def taken_by(takers: Sequence[StateTaker], job: Job | None) -> Taken:
     """Returns what this worker writes of the objects of ``takers``. Raises ConfigError, CheckpointError."""
-    axes = axes_of(session)
+    axes = axes_of(job)
     items: list[Item] = []
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -214,18 +215,18 @@ def taken_by(takers: Sequence[StateTaker], session: Any) -> Taken:
         aliases |= state.aliases
         values |= state.values
     kinds = {taker.key: [taker.kind, taker.class_name] for taker in takers}
-    own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], session)
-    job = {
-        "world_size": world_size_of(session),
+    own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], job)
+    saved_by = {
+        "world_size": world_size_of(job),
         "degrees": {**axes.degrees, **axes.experts},
         "own": _own_options(values) if own else [],
         "torch": torch.__version__,
         "fleet": __version__,
     }
-    written = written_by(items, _rank(session))
+    written = written_by(items, _rank(job))
     values[OBJECTS] = kinds
     blocks = [block for block, _ in written]
-    return Taken(Share("", _rank(session), world_size_of(session), blocks, values, aliases, job), written)
+    return Taken(Share("", _rank(job), world_size_of(job), blocks, values, aliases, saved_by), written)
 
 
 def gathered(taken: Taken | None, problem: str, group: StateGroup, call: str) -> Taken | None:
@@ -290,15 +291,15 @@ def mark(folder: Folder, token: str) -> None:
         raise CheckpointError(f"save(path={folder.path!r}): {explained(error)}.") from error
 
 
-def agreed(session: Any, report: dict[str, Any], call: str) -> list[dict[str, Any]]:
+def agreed(job: Job | None, report: dict[str, Any], call: str) -> list[dict[str, Any]]:
     """Returns what all workers report; a collective call.
 
     Raises ConfigError, CheckpointError on all of them where one has a problem, or they must agree and differ.
     """
-    if session is None or session.world_size == 1:
+    if job is None or job.world_size == 1:
         return [report]
-    session.job.meet(call)
-    reports = [json.loads(str(text)) for text in session.job.util.all_gather(json.dumps(report))]
+    job.meet(call)
+    reports = [json.loads(str(text)) for text in job.util.all_gather(json.dumps(report))]
     for rank, other in enumerate(reports):
         if other["problem"]:
             kind, _, text = other["problem"].partition(": ")
@@ -316,23 +317,23 @@ def agreed(session: Any, report: dict[str, Any], call: str) -> list[dict[str, An
     return reports
 
 
-def blind_workers(folder: Folder, token: str, session: Any, limit_s: float) -> list[int]:
+def blind_workers(folder: Folder, token: str, job: Job, limit_s: float) -> list[int]:
     """Returns, on every worker, the ranks that do not see what :func:`mark` has made, ``limit_s`` seconds later."""
     deadline = time.monotonic() + limit_s
     while not (seen := _sees(folder, _marker(token))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return [rank for rank, found in enumerate(session.job.util.all_gather(int(seen))) if not int(found)]
+    return [rank for rank, found in enumerate(job.util.all_gather(int(seen))) if not int(found)]
 
 
 def _marker(token: str) -> str:
     return f"record-{token}-00000.json"
 
 
-def _check_shared(folder: Any, token: str, session: Any) -> None:
+def _check_shared(folder: Any, token: str, job: Job | None) -> None:
     """Raises CheckpointError on every worker unless all of them see the folder that worker 0 has made."""
-    if session is None or session.world_size == 1 or not isinstance(folder, LocalFolder):
+    if job is None or job.world_size == 1 or not isinstance(folder, LocalFolder):
         return
-    if blind := blind_workers(folder, token, session, _VISIBLE_S):
+    if blind := blind_workers(folder, token, job, _VISIBLE_S):
         folder.remove(_marker(token))
         raise CheckpointError(
             f"fleet.checkpoint.save(path={folder.path!r}): workers {blind} do not see the folder that worker 0 made. "
@@ -347,25 +348,25 @@ def _sees(folder: Folder, marker: str) -> bool:
         return False
 
 
-def _raise_on_all(session: Any, failed: str) -> None:
-    if session is None or session.world_size == 1:
+def _raise_on_all(job: Job | None, failed: str) -> None:
+    if job is None or job.world_size == 1:
         if failed:
             raise CheckpointError(failed)
         return
-    for rank, text in enumerate(session.job.util.all_gather(failed or " ")):
+    for rank, text in enumerate(job.util.all_gather(failed or " ")):
         if f"{text}".strip():
             raise CheckpointError(f"fleet.checkpoint.save(): worker {rank}: {text}")
 
 
-def _rank(session: Any) -> int:
-    return 0 if session is None else int(session.global_rank)
+def _rank(job: Job | None) -> int:
+    return 0 if job is None else int(job.global_rank)
 
 
-def world_size_of(session: Any) -> int:
+def world_size_of(job: Job | None) -> int:
     """Returns the number of workers of the job; 1 before ``fleet.init``."""
-    return 1 if session is None else int(session.world_size)
+    return 1 if job is None else int(job.world_size)
 
 
-def steps_of(session: Any) -> int:
+def steps_of(job: Job | None) -> int:
     """Returns the number of steps that this worker has made."""
-    return 0 if session is None else int(session.job.num_steps)
+    return 0 if job is None else int(job.num_steps)

@@ -336,7 +336,7 @@ class Checkpoint(PeriodicSave):
         if self._session.global_rank == 0:
             with contextlib.suppress(CheckpointError):  # the write says so
                 mark(folder, first["token"])
-        blind = blind_workers(folder, first["token"], self._session, _OWN_VISIBLE_S if own else _VISIBLE_S)
+        blind = blind_workers(folder, first["token"], self._session.job, _OWN_VISIBLE_S if own else _VISIBLE_S)
         if blind and self._session.global_rank == 0:
             remove_unfinished(Path(folder.path))
         if not blind:
@@ -367,7 +367,7 @@ class Checkpoint(PeriodicSave):
             objects["run"] = self._rest(reports)
         try:
             given = {key: found for key, found in objects.items() if found is not None}
-            taken = taken_by(takers_of(given, session, axes_of(session), call, own), session)
+            taken = taken_by(takers_of(given, session.job, axes_of(session.job), call, own), session.job)
         except FleetError as error:  # every worker must know
             problem = f"{error}"
         if not is_shared:

@@ -250,7 +250,7 @@ class Restore:
         kinds = source.index.values.get(OBJECTS, {})
         objects = {"model": self._model, "optimizer": self._optimizer}
         given = {key: one for key, one in objects.items() if one is not None and key in kinds}
-        takers = takers_of(given, self._session, axes_of(self._session), "Checkpoint.resume()", own)
+        takers = takers_of(given, self._session.job, axes_of(self._session.job), "Checkpoint.resume()", own)
         for taker in takers:
             if isinstance(taker, ModelTensors):
                 taker.elsewhere = frozenset(self._elsewhere)

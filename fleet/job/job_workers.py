@@ -45,6 +45,7 @@ class Workers:
         models: the wrapped models, to which the session adds; errors name their parameters.
         num_steps: steps that distributed optimizers have made.
         listeners: who hears of what happens.
+        has_tables: whether parameter servers hold tables of it, or may come to.
         closed: whether the job is over.
     """
 
@@ -59,6 +60,7 @@ class Workers:
     models: Sequence[WrappedModel] = ()
     num_steps: int = 0
     listeners: Listeners = field(default_factory=Listeners)
+    has_tables: bool = False
     closed: bool = False
     _host_group: dist.ProcessGroup | None = None
     _roll_call: RollCall | None = None

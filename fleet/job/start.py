@@ -80,6 +80,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         from fleet.ps_job.server_job import ServerJob  # collective jobs do not import the parameter server
 
         session.server_job = ServerJob(job, session.become_served)
+        job.has_tables = True
     if record.with_gloo and record.kind is Role.WORKER:
         job.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
     return session
