@@ -94,7 +94,7 @@ class RedisSink:
         with self._allowed():
             states = self._redis.hgetall(self._positions)
         for state in states.values():
-            there = json.loads(state).get("values", self._values)  # earlier versions did not note it
+            there = json.loads(state)["values"]
             if there != self._values:
                 raise ConfigError(
                     f"Redis holds this job's rows as {there}, and these are {self._values}: a reader could not tell "

@@ -232,15 +232,12 @@ def test_a_worker_whose_parameters_have_other_shapes_is_refused():
     assert sorted(state.tables) == [0, 1]
 
 
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_a_table_that_an_earlier_version_kept_learns_its_shapes(tmp_path, snapshot):
-    """Its journal and its snapshots have none: the first worker says them, and is not refused with another table."""
+def test_shapes_are_compared_behind_a_restart_and_at_a_load(tmp_path):
     dense, folder = replace(DENSE, shapes=((2, 2), (1,))), str(tmp_path / "save")
     with serving(folder=tmp_path / "s", num_workers=2) as service:
-        client = service.client()
+        client = service.client(tables={0: SPARSE, 1: dense})
         client.wait(client.push({1: np.arange(5, dtype=np.float32)}))
-        if snapshot:
-            client.snapshot()
+        client.snapshot()
         service.servers[0].stop()
         service.start(0)
         one, two = (service.client(rank, tables={}) for rank in range(2))
