@@ -12,8 +12,6 @@ from fleet.verify.paired_runs import Run
 from fleet.verify.record_files import read_record
 from fleet.verify.report import Finding
 
-__all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors", "until_lost"]
-
 _ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
 _GROWN = 10.0  # times what a rounding error grew to in one trial: the next may grow to several times as much
 _LOST = 0.02

@@ -9,8 +9,6 @@ from typing import Any
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
-__all__ = ["differing", "worker_findings"]
-
 _CLOSE = 1e-6
 
 

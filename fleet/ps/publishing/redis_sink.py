@@ -26,8 +26,6 @@ from fleet.ps.server.key_recorder import Keys
 from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.partition import servers_of_keys
 
-__all__ = ["RedisSink", "check_installed"]
-
 _ROWS_A_COMMAND = 2048
 _TRIES = 50
 _TIMEOUT_S, _CONNECT_S = 60.0, 2.0

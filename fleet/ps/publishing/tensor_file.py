@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError
 
-__all__ = ["read_tensors", "write_tensors"]
-
 _NAMES = {"int64": "I64", "float32": "F32", "uint16": "BF16", "int8": "I8"}  # uint16: the bits of bfloat16
 _TYPES = {"I64": "<i8", "F32": "<f4", "BF16": "<u2", "I8": "i1"}
 

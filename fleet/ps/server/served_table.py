@@ -27,8 +27,6 @@ from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.wire.messages import TablePart
 
-__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
-
 ServedTable: TypeAlias = "ServedSparse | ServedDense"
 
 _LONGEST_DAY = 256

@@ -49,8 +49,6 @@ from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, Tabl
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["ServerState", "parts_of"]
-
 MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
 MakeTable = Callable[[dict[str, Any]], ServedTable]

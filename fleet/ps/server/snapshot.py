@@ -25,8 +25,6 @@ from fleet.ps.server.journal import read_journal
 from fleet.ps.server.served_table import ServedSparse, Stamps
 from fleet.ps.server.server_state import ServerState
 
-__all__ = ["drop_snapshots", "has_snapshot", "is_lost", "read_snapshot", "recover", "write_snapshot"]
-
 _VERSION = 1
 _JOB_STATE = "session.bin"
 _JSON, _HELD, _RECORDED = 1, 2, 3

@@ -25,8 +25,6 @@ from fleet.ps.wire.row_form import check_wire
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reader"]
-
 _ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
 _FIRST_ROWS = "A publisher's folder has rows once the servers have written the first ones."
 _REMOTE = ("redis://", "rediss://", "unix://")

@@ -15,8 +15,6 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import RULES, Rule
 
-__all__ = ["check_spec", "config_of_spec", "difference_of_shapes", "difference_of_specs", "spec_of_config"]
-
 Shapes = Sequence[Sequence[int]]
 _LONGEST = 200  # characters of a shape in a message
 

@@ -22,17 +22,6 @@ from fleet._addresses import is_loopback, join_endpoint, split_endpoint
 from fleet.errors import PSError
 from fleet.ps.wire.messages import Buffer
 
-__all__ = [
-    "Connection",
-    "ConnectionLost",
-    "Acceptor",
-    "PeerRefused",
-    "SocketTransport",
-    "TransferTimeout",
-    "Transport",
-    "stays_here",
-]
-
 _TICK_S = 1.0  # how often a blocked call checks its deadline
 _MAX_VECTORS = 512  # below IOV_MAX of all systems
 _BUFFER_BYTES = 4 << 20

@@ -24,8 +24,6 @@ from fleet.ps.table.ids import UniqueKeys
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
 
-__all__ = ["ComingRows", "LocalRows", "RowLookup", "RowSource", "TrainedRows"]
-
 Counts = NDArray[np.float32]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fleet.errors import PSError
 
-__all__ = ["ProcessGroupTrainers", "SingleTrainer", "TrainerGroup"]
-
 
 class TrainerGroup(Protocol):
     """All trainers of the job; each makes the same calls in the same order."""
