@@ -13,8 +13,6 @@ from fleet.dataset._source import Source, read_blocks
 from fleet.dataset._text import TextForm, parse
 from fleet.errors import ConfigError
 
-__all__ = ["DatasetBase"]
-
 
 class DatasetBase:
     """What :class:`InMemoryDataset` and :class:`QueueDataset` share; it cannot be iterated itself."""

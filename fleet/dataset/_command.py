@@ -11,8 +11,6 @@ import shlex
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.processes.redact import redact
 
-__all__ = ["split_pipeline"]
-
 _ACTED_ON = frozenset(";&<>()$`\n*?[]{}~#!")
 _IN_DOUBLE_QUOTES = frozenset("$`")
 

@@ -14,8 +14,6 @@ from fleet.dataset._text import TextForm
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError, did_you_mean
 from fleet.launch.processes.redact import HIDDEN, is_secret_name, redact
 
-__all__ = ["BASE_OPTIONS", "MEMORY_OPTIONS", "DatasetSettings"]
-
 BASE_OPTIONS = (
     "batch_size",
     "thread_num",

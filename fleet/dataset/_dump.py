@@ -17,8 +17,6 @@ import torch
 from fleet.dataset._batch import Batch
 from fleet.errors import ConfigError
 
-__all__ = ["Dump"]
-
 
 class Dump(AbstractContextManager["Dump"]):
     """Writes fields and parameters batch by batch; ends with the ``with`` block.

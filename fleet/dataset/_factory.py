@@ -8,8 +8,6 @@ from fleet.dataset._in_memory import InMemoryDataset
 from fleet.dataset._queue import QueueDataset
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 
-__all__ = ["DatasetFactory"]
-
 _OFFERED = {"InMemoryDataset": InMemoryDataset, "QueueDataset": QueueDataset}
 
 

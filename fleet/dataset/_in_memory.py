@@ -20,8 +20,6 @@ from fleet.dataset._text import TextForm
 from fleet.dataset._workers import OneWorker, WorkerGroup, same_draws, sum_over, worker_group_of
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 
-__all__ = ["InMemoryDataset"]
-
 _FORM_OPTIONS = ("use_var", "parse_ins_id", "parse_content", "input_type")
 
 

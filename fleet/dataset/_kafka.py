@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from fleet.dataset._stream_source import Event
 from fleet.errors import ConfigError, FleetError, UnsupportedOptionError
 
-__all__ = ["KafkaReader", "KafkaRecord", "KafkaSource"]
-
 _OWN = ("bootstrap.servers", "enable.auto.commit", "auto.offset.reset", "enable.partition.eof")
 _MESSAGES_PER_POLL = 1000
 

@@ -30,8 +30,6 @@ from fleet.features.transforms import Transforms
 from fleet.job.running import running_session
 from fleet.training.batch_loops import BatchLoops
 
-__all__ = ["ParquetDataset"]
-
 _RESTS = ("repeat", "drop", "uneven")
 
 

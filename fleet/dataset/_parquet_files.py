@@ -18,8 +18,6 @@ from fleet.features.column import Words
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["OFFSETS", "ParquetFiles", "found_files", "import_arrow"]
-
 OFFSETS = ".offsets"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RowDivision", "Span", "rows_of"]
-
 Span = tuple[int, int]  # places [start, stop) in the order of the epoch
 
 

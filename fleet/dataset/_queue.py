@@ -14,8 +14,6 @@ from fleet.dataset._samples import Samples
 from fleet.dataset._source import Source
 from fleet.dataset._text import TextForm
 
-__all__ = ["QueueDataset"]
-
 _BLOCKS_PER_THREAD = 2
 _POLL_S = 0.1
 

@@ -19,8 +19,6 @@ from fleet.dataset._text import TextForm
 from fleet.dataset._workers import WorkerGroup
 from fleet.errors import ConfigError
 
-__all__ = ["choose_workers", "exchange_samples", "merge_by_id", "random_places", "replaced_places"]
-
 _ANNOUNCEMENT = struct.Struct("<IQ")  # checksum of the fields of a line, rounds
 
 

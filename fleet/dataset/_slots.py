@@ -11,8 +11,6 @@ import torch
 
 from fleet.errors import ConfigError
 
-__all__ = ["Slot", "read_slots"]
-
 _DTYPES = {"int64": torch.int64, "long": torch.int64, "float32": torch.float32, "float": torch.float32}
 
 

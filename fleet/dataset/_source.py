@@ -17,8 +17,6 @@ from typing import IO
 from fleet.errors import ConfigError
 from fleet.launch.processes.redact import redact_arguments
 
-__all__ = ["Source", "read_blocks"]
-
 _BLOCK_BYTES = 1 << 20
 _REMOTE = ("hdfs:", "afs:")
 

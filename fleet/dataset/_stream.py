@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fleet.ps.worker.covered_rank import CoveredRank, LostRanks
     from fleet.ps.worker.stream_progress import StreamProgress
 
-__all__ = ["StreamDataset"]
-
 _POLL_S, _BLOCKED_S = 0.2, 1.0
 _SHORT_POLL_S = 0.02  # where several ranks wait for events
 _SAY_EVERY_S = 30.0

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fleet.errors import ConfigError
 
-__all__ = ["Event", "ReplayableSource", "StreamReader", "StreamSource"]
-
 _IDLE_S = 0.02
 _EVENTS_PER_TURN = 64
 

@@ -26,8 +26,6 @@ from fleet.dataset._slots import Slot
 from fleet.errors import ConfigError, FleetError
 from fleet.ps.table.kernels.numba_cache import load_kernels
 
-__all__ = ["TextForm", "parse", "parse_plain", "write_text"]
-
 _COUNT = re.compile(rb"[+-]?[0-9]{1,18}")
 _INT = re.compile(rb"[+-]?[0-9]+")
 _FLOAT = re.compile(rb"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE)

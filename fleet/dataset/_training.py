@@ -17,8 +17,6 @@ from fleet.job.running import running_session
 if TYPE_CHECKING:
     from fleet.job.session import Session
 
-__all__ = ["infer_from_dataset", "train_from_dataset"]
-
 Step = Callable[[Batch], Mapping[str, Any] | None]
 
 

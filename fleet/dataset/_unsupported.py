@@ -6,8 +6,6 @@ from typing import Any
 
 from fleet.errors import UnsupportedOptionError
 
-__all__ = ["BoxPSDataset", "FileInstantDataset", "TreeIndex"]
-
 
 class _NotOffered:
     reason = ""

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.axes import DATA_AXES, Axes
 
-__all__ = ["GlooWorkers", "OneWorker", "ReplicaWorkers", "WorkerGroup", "same_draws", "sum_over", "worker_group_of"]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _NUMBER = struct.Struct("<q")
 

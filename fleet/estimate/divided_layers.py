@@ -57,19 +57,28 @@ def _silent(call: Any) -> Any:
 
 
 @contextmanager
+def replaced(stand_ins: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Sets attributes, each named by its owner and name, and restores the old values afterwards."""
+    real = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
+    try:
+        for owner, name, value in stand_ins:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in real:
+            setattr(owner, name, value)
+
+
+@contextmanager
 def divided_layers(degrees: Mapping[str, int]) -> Iterator[None]:
     """Makes layers that are created inside the context parts of ``degrees['mp']``, and exchanges of fakes silent."""
     before = CurrentJob.axes
-    patched: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (regions, cross_entropy)]
-    patched += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
-    real = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    stand_ins: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (regions, cross_entropy)]
+    stand_ins += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
     if degrees.get("mp", 1) > 1:
         CurrentJob.axes = StandInAxes(degrees, 0)
     try:
-        for module, name, value in patched:
-            setattr(module, name, value)
-        yield
+        with replaced(stand_ins):
+            yield
     finally:
         CurrentJob.axes = before
-        for module, name, value in real:
-            setattr(module, name, value)

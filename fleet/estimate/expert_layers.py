@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fleet.estimate.divided_layers import Silent, StandInAxes
+from fleet.estimate.divided_layers import Silent, StandInAxes, replaced
 from fleet.job.running import RUNNING
 from fleet.moe import expert_mesh, gates, token_exchange
 from fleet.moe.gates import BaseGate
@@ -43,21 +43,17 @@ class StandInSession:
 def expert_layers(options: Any, degrees: Mapping[str, int], experts: Mapping[str, int]) -> Iterator[None]:
     """Lets layers of experts run on fakes; inside the context they are made as on a worker of ``experts['ep']``."""
     before: Any = RUNNING.session
-    patched: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (expert_mesh, token_exchange)]
-    patched += [(BaseGate, "counted", _counted), (gates, "number_of", lambda count: 1)]
-    patched += [(MoELayer, "_by_expert", _by_expert), (MoELayer, "_answers", _answers)]
-    real = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    stand_ins: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (expert_mesh, token_exchange)]
+    stand_ins += [(BaseGate, "counted", _counted), (gates, "number_of", lambda count: 1)]
+    stand_ins += [(MoELayer, "_by_expert", _by_expert), (MoELayer, "_answers", _answers)]
     if experts:
         stand_in: Any = StandInSession(options, StandInAxes(degrees, 0, experts=experts))
         RUNNING.session = stand_in
     try:
-        for owner, name, value in patched:
-            setattr(owner, name, value)
-        yield
+        with replaced(stand_ins):
+            yield
     finally:
         RUNNING.session = before
-        for owner, name, value in real:
-            setattr(owner, name, value)
 
 
 def expert_remarks(model: nn.Module, degree: int) -> list[str]:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
 
-__all__ = ["NUMBERS", "FeatureColumn", "Transform", "Words", "check_integer", "check_number", "of_one_width"]
-
 NUMBERS = "iuf"  # kinds of dtypes
 
 

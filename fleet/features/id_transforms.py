@@ -15,8 +15,6 @@ from fleet.errors import ConfigError
 from fleet.features.column import FeatureColumn, Transform, Words, check_integer
 from fleet.ps.table.kernels.numba_cache import load_kernels
 
-__all__ = ["Cross", "Hash", "Vocabulary"]
-
 _MOST = 2**63 - 1
 
 

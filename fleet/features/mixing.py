@@ -15,8 +15,6 @@ from numba import njit
 
 from fleet.ps.table.kernels.numba_cache import keep_compiled
 
-__all__ = ["cross_ids", "fold", "hash_ids", "hash_words"]
-
 
 def _kernel(function: Callable[..., Any]) -> Any:
     return keep_compiled(njit(nogil=True, error_model="numpy")(function), function)

@@ -12,8 +12,6 @@ import numpy as np
 from fleet.errors import ConfigError
 from fleet.features.column import FeatureColumn, Transform, Words, check_number
 
-__all__ = ["Bucketize", "Clip", "Log"]
-
 _FIRST, _LAST = -(2**63), 2**63 - 1
 
 

@@ -16,8 +16,6 @@ from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words, of_o
 from fleet.features.id_transforms import Cross, Hash, Vocabulary
 from fleet.features.number_transforms import Bucketize, Clip, Log
 
-__all__ = ["FILE", "Transforms"]
-
 FILE = "transforms.json"
 _OFFSETS = ".offsets"
 _KINDS: dict[str, type[Transform]] = {kind.__name__: kind for kind in (Bucketize, Clip, Cross, Hash, Log, Vocabulary)}

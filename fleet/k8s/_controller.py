@@ -9,36 +9,20 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fleet.errors import FleetError
 from fleet.k8s._objects import Document
 from fleet.k8s._paddle_job import VOLCANO
-from fleet.k8s._reconcile import ClusterAction, Observed, plan_reconcile
+from fleet.k8s._reconcile import plan_reconcile
+
+if TYPE_CHECKING:
+    from fleet.k8s._cluster import Cluster
 
 LOGGER = logging.getLogger("fleet.k8s")
 Key = tuple[str, str]
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 RESYNC_S = 60.0
-
-
-class Objects(Protocol):
-    """What a controller needs from a cluster; :class:`fleet.k8s._cluster.Cluster` implements it."""
-
-    def job(self, namespace: str, name: str) -> Document | None:
-        """Returns a job; None when it is gone."""
-
-    def jobs(self, namespace: str | None) -> list[Key]:
-        """Returns every job."""
-
-    def observe(self, document: Document, *, uses_volcano: bool) -> Observed:
-        """Returns the objects of a job."""
-
-    def apply(self, namespace: str, action: ClusterAction) -> None:
-        """Carries out one action."""
-
-    def write_status(self, namespace: str, name: str, status: Document) -> None:
-        """Writes a job's status."""
 
 
 class Queue:
@@ -86,7 +70,7 @@ class Queue:
 class Controller:
     """Reconciles one job after the other, in a thread; retries later when that fails."""
 
-    def __init__(self, cluster: Objects, *, namespace: str | None, etcd_server: str | None) -> None:
+    def __init__(self, cluster: Cluster, *, namespace: str | None, etcd_server: str | None) -> None:
         self.queue = Queue()
         self._cluster, self._namespace, self._etcd_server = cluster, namespace, etcd_server
         self._failures: dict[Key, int] = {}

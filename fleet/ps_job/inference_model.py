@@ -14,8 +14,6 @@ from fleet.errors import ConfigError
 from fleet.features.transforms import FILE, Transforms
 from fleet.ps.worker.trainer import Trainer
 
-__all__ = ["save_model"]
-
 STATE = "model.pt"
 
 

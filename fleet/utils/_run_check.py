@@ -12,8 +12,6 @@ from torch import nn
 
 from fleet.errors import FleetError
 
-__all__ = ["run_check"]
-
 _TIMES = 2.0  # every input and weight of the single check is a constant, so the right results are known
 
 

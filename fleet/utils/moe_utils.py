@@ -2,5 +2,3 @@
 
 from fleet.moe.token_exchange import global_gather as global_gather
 from fleet.moe.token_exchange import global_scatter as global_scatter
-
-__all__ = ["global_gather", "global_scatter"]

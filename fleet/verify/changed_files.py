@@ -21,8 +21,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ChangedFiles", "put_back"]
-
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _FACTS, _CONTENT = "facts.json", "content"

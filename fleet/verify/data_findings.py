@@ -9,8 +9,6 @@ from typing import Any
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
-__all__ = ["data_findings", "data_notes", "update_after"]
-
 
 def data_findings(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
     """Returns what is wrong with the samples of ``ranks``, one worker of each copy of the model."""

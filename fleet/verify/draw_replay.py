@@ -23,8 +23,6 @@ from torch.utils.data import get_worker_info
 from fleet.verify.tensor_digest import content
 from fleet.verify.tensor_files import load_tensors, save_tensors
 
-__all__ = ["Draws", "install_draws"]
-
 _MAKERS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial")
 _FILLERS = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 _Read = Callable[[int], dict[str, Tensor]]

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "kept_states", "set_states"]
-
 
 def generator_states() -> dict[str, Any]:
     """Returns the states of torch's generator of the CPU, numpy's and Python's."""

@@ -20,8 +20,6 @@ from fleet.verify.tensor_digest import content
 from fleet.verify.tensor_files import load_tensors, pack, save_tensors, unpack
 from fleet.verify.user_lines import user_site
 
-__all__ = ["ReplayedBatches", "CannotReplay", "install_batches", "rows_of"]
-
 
 class CannotReplay(Exception):
     """One process cannot be given what the workers had; the text says why."""

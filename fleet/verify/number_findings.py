@@ -12,8 +12,6 @@ from fleet.verify.paired_runs import Run
 from fleet.verify.record_files import read_record
 from fleet.verify.report import Finding
 
-__all__ = ["Comparison", "Tolerance", "compare_numbers", "grown_errors", "until_lost"]
-
 _ADAPTIVE = ("adam", "lamb", "rms", "adagrad", "adadelta", "rprop", "lion", "adafactor", "muon")
 _GROWN = 10.0  # times what a rounding error grew to in one trial: the next may grow to several times as much
 _LOST = 0.02
@@ -249,16 +247,7 @@ class _Step:
             return
         name, expected, got, apart = wrong[0]
         cause, sentence = self._why(wrong, pairs)
-        yield Finding(
-            cause=cause,
-            sentence=sentence,
-            step=self.n,
-            module=name.rpartition(".")[0],
-            tensor=f"gradient of {name}",
-            expected=expected["s"] ** 0.5,
-            received=got["s"] ** 0.5,
-            difference=apart,
-        )
+        yield self._tensor_apart(cause, sentence, f"gradient of {name}", expected, got, apart, name.rpartition(".")[0])
 
     def _why(self, wrong: Sequence[Any], pairs: Sequence[Any]) -> tuple[str, str]:
         workers, name = len(self.ours), wrong[0][0]
@@ -346,16 +335,8 @@ class _Step:
                 worst = (apart / size, name, expected, got)
         if worst is not None:
             apart, name, expected, got = worst
-            yield Finding(
-                cause="unknown",
-                sentence=f"{name} is not that of one process after update {self.n}, though the gradients were.",
-                step=self.n,
-                module=name.rpartition(".")[0],
-                tensor=name,
-                expected=expected["s"] ** 0.5,
-                received=got["s"] ** 0.5,
-                difference=apart,
-            )
+            sentence = f"{name} is not that of one process after update {self.n}, though the gradients were."
+            yield self._tensor_apart("unknown", sentence, name, expected, got, apart, name.rpartition(".")[0])
 
     def states(self) -> Iterator[Finding]:
         """Yields the first optimizer state that is not that of one process."""
@@ -369,16 +350,31 @@ class _Step:
             size = max(expected["s"] ** 0.5, _SMALL * largest, 1e-30)
             apart = abs(got["p"] - expected["p"]) / size
             if not apart <= 4 * max(self.tolerance.at(self.n, expected["n"]), 5e-5 * self.n):
-                yield Finding(
-                    cause="unknown",
-                    sentence=f"The optimizer's {key} of {parameter} is not that of one process after update {self.n}.",
-                    step=self.n,
-                    tensor=name,
-                    expected=expected["s"] ** 0.5,
-                    received=got["s"] ** 0.5,
-                    difference=apart,
-                )
+                sentence = f"The optimizer's {key} of {parameter} is not that of one process after update {self.n}."
+                yield self._tensor_apart("unknown", sentence, name, expected, got, apart)
                 return
+
+    def _tensor_apart(
+        self,
+        cause: str,
+        sentence: str,
+        tensor: str,
+        expected: dict[str, Any],
+        got: dict[str, Any],
+        apart: float,
+        module: str = "",
+    ) -> Finding:
+        """Returns the finding that a tensor of the workers is not the same in one process."""
+        return Finding(
+            cause=cause,
+            sentence=sentence,
+            step=self.n,
+            module=module,
+            tensor=tensor,
+            expected=expected["s"] ** 0.5,
+            received=got["s"] ** 0.5,
+            difference=apart,
+        )
 
 
 def whole(digests: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:

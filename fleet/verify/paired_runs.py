@@ -20,8 +20,6 @@ from fleet.errors import FleetError
 from fleet.verify.changed_files import put_back
 from fleet.verify.record_files import read_record
 
-__all__ = ["Run", "Starter", "VerifyRequest", "process_starter", "start_run"]
-
 Starter: TypeAlias = Callable[[dict[str, Any]], int]  # starts the process of a plan; returns its id
 
 _MOST_ENTRIES = 5000

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RecordFile", "read_record"]
-
 
 class RecordFile:
     """Appends documents to ``<folder>/events.jsonl``; each is on disk when :meth:`write` returns."""

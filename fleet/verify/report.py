@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["CAUSES", "Finding", "Outcome", "Report"]
-
 Outcome = Literal["equal", "differs", "not_comparable"]
 
 EXIT_CODES: dict[Outcome, int] = {"equal": 0, "differs": 1, "not_comparable": 2}

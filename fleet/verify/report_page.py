@@ -13,8 +13,6 @@ from fleet.verify.line_chart import Series, line_chart
 if TYPE_CHECKING:
     from fleet.verify.report import Report
 
-__all__ = ["write_page"]
-
 _OUTCOMES = {
     "equal": "Equal",
     "differs": "Differs",

@@ -19,8 +19,6 @@ from fleet.verify.report import Finding, Outcome, Report
 from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
 
-__all__ = ["compare_runs"]
-
 _LOCAL = {
     "localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
     "adaptive_localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",

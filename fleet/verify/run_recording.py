@@ -24,8 +24,6 @@ from fleet.verify.record_files import RecordFile
 from fleet.verify.tensor_digest import content, rows_digest, whole_digest
 from fleet.verify.tensor_files import load_tensors, save_tensors
 
-__all__ = ["Recording", "StopTraining"]
-
 _MOST_CALLS = 2000  # of modules, written down for one update
 _INPUTS_OF = 2  # updates; they say whether both runs had the same data, and each is the output of something else
 _MODEL_AXES = ("mp", "pp", "sep", "cp", "ep")

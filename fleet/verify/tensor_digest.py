@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["MOST_ROWS", "content", "rows_digest", "whole_digest"]
-
 MOST_ROWS = 4096
 _SEED = 20240607
 _CHUNK = 1 << 20

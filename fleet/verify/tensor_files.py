@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["load_tensors", "pack", "save_tensors", "unpack"]
-
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors; formats that numpy lacks are written as their bytes, with the dtype in the name."""

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["is_library", "user_site"]
-
 _PACKAGE = Path(__file__).parent.parent
 # Code of this project names its file as it was imported: an editable installation imports through symbolic links.
 _OWN = tuple(f"{path}/" for path in (_PACKAGE, _PACKAGE.resolve(), (_PACKAGE.resolve() / "strategies").resolve()))

@@ -10,8 +10,6 @@ from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 from fleet.verify.user_lines import is_library
 
-__all__ = ["failed_by_itself", "uneven_steps", "waiting_findings"]
-
 # What Fleet's own checks say, and the cause that it is.
 _SAYS = (
     ("no backward pass of the wrapped model has exchanged", "gradients-not-averaged"),

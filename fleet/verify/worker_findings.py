@@ -9,8 +9,6 @@ from typing import Any
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
-__all__ = ["differing", "worker_findings"]
-
 _CLOSE = 1e-6
 
 
@@ -57,25 +55,39 @@ def _initial(many: Run, ranks: Sequence[int]) -> list[Finding]:
             digests = [start["values"].get(name) for start in starts]
             apart = differing([d for d in digests if d is not None])
             if apart is not None:
-                return [
-                    Finding(
-                        cause="initial-weights-differ",
-                        sentence=f"The workers begin with different values of {name}: seed them alike before the model "
-                        "is made, or wrap the model, which sends worker 0's values.",
-                        step=0,
-                        rank=ranks[1],
-                        module=name.rpartition(".")[0],
-                        tensor=name,
-                        expected=_norm(digests[0]),
-                        received=_norm(digests[1]),
-                        difference=apart,
-                    )
-                ]
+                sentence = (
+                    f"The workers begin with different values of {name}: seed them alike before the model is made, or "
+                    "wrap the model, which sends worker 0's values."
+                )
+                return _tensor_apart("initial-weights-differ", sentence, 0, ranks, name, digests, apart)
     return []
 
 
-def _norm(digest: dict[str, Any] | None) -> float | None:
-    return None if digest is None else float(digest["s"] ** 0.5)
+def _tensor_apart(
+    cause: str,
+    sentence: str,
+    step: int,
+    ranks: Sequence[int],
+    name: str,
+    digests: Sequence[dict[str, Any] | None],
+    apart: float | None,
+    of: str = "",
+) -> list[Finding]:
+    """Returns the finding that a tensor, or the gradient ``of`` it, is not the same on the second worker."""
+    expected, received = (None if digest is None else float(digest["s"] ** 0.5) for digest in digests[:2])
+    return [
+        Finding(
+            cause=cause,
+            sentence=sentence,
+            step=step,
+            rank=ranks[1],
+            module=name.rpartition(".")[0],
+            tensor=f"{of}{name}",
+            expected=expected,
+            received=received,
+            difference=apart,
+        )
+    ]
 
 
 def _ties(many: Run, one: Run, rank: int) -> list[Finding]:
@@ -179,20 +191,11 @@ def _entry(n: int, updates: Sequence[dict[str, Any]], ranks: Sequence[int]) -> l
         digests = [update["entry"][name] for update in updates if name in update["entry"]]
         apart = differing(digests) if len(digests) == len(updates) else None
         if apart is not None:
-            return [
-                Finding(
-                    cause="batchnorm-statistics",
-                    sentence=f"The workers begin update {n} with different running statistics in {name}: nobody sends "
-                    "worker 0's to the others, so what is saved depends on who saves.",
-                    step=n,
-                    rank=ranks[1],
-                    module=name.rpartition(".")[0],
-                    tensor=name,
-                    expected=_norm(digests[0]),
-                    received=_norm(digests[1]),
-                    difference=apart,
-                )
-            ]
+            sentence = (
+                f"The workers begin update {n} with different running statistics in {name}: nobody sends worker 0's to "
+                "the others, so what is saved depends on who saves."
+            )
+            return _tensor_apart("batchnorm-statistics", sentence, n, ranks, name, digests, apart)
     return []
 
 
@@ -207,20 +210,11 @@ def _buffers(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
             other = alone.get(n, {}).get("buffers", {}).get(name)
             if apart is None or norm or (other is not None and differing([first, other], 1e-4) is None):
                 continue
-            return [
-                Finding(
-                    cause="buffer-not-synchronised",
-                    sentence=f"The buffer {name} follows each worker's own samples and is not averaged: after update "
-                    f"{n} it differs between the workers.",
-                    step=n,
-                    rank=ranks[1],
-                    module=name.rpartition(".")[0],
-                    tensor=name,
-                    expected=_norm(other),
-                    received=_norm(digests[1]),
-                    difference=apart,
-                )
-            ]
+            sentence = (
+                f"The buffer {name} follows each worker's own samples and is not averaged: after update {n} it differs "
+                "between the workers."
+            )
+            return _tensor_apart("buffer-not-synchronised", sentence, n, ranks, name, [other, digests[1]], apart)
     return []
 
 
@@ -232,19 +226,7 @@ def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
             if len(digests) < len(updates) or differing(digests, 1e-5) is None or differing(moved, 1e-9) is None:
                 continue
             cause, sentence = _why_apart(name, updates)
-            return [
-                Finding(
-                    cause=cause,
-                    sentence=sentence,
-                    step=n,
-                    rank=ranks[1],
-                    module=name.rpartition(".")[0],
-                    tensor=f"gradient of {name}",
-                    expected=_norm(digests[0]),
-                    received=_norm(digests[1]),
-                    difference=differing(digests, 0.0),
-                )
-            ]
+            return _tensor_apart(cause, sentence, n, ranks, name, digests, differing(digests, 0.0), of="gradient of ")
     return []
 
 
@@ -297,24 +279,19 @@ def _uncovered(one: Run) -> list[Finding]:
     if not missing or not one.updates(0):
         return []
     if not trained & held:
-        return [
-            Finding(
-                cause="optimizer-of-other-parameters",
-                sentence="No parameter of the model that is trained is in an optimizer: the optimizer was made for "
-                "another model, or before the model was copied or converted.",
-                step=1,
-                module=missing[0].rpartition(".")[0],
-                tensor=missing[0],
-                expected="in an optimizer",
-                received="in none",
-            )
-        ]
+        cause = "optimizer-of-other-parameters"
+        sentence = (
+            "No parameter of the model that is trained is in an optimizer: the optimizer was made for another model, "
+            "or before the model was copied or converted."
+        )
+    else:
+        cause = "parameter-in-no-optimizer"
+        gets, are, them = ("gets", "is", "it") if len(missing) == 1 else ("get", "are", "them")
+        sentence = f"{', '.join(missing[:4])} {gets} gradients and {are} in no optimizer, so nothing updates {them}."
     return [
         Finding(
-            cause="parameter-in-no-optimizer",
-            sentence=f"{', '.join(missing[:4])} {'gets' if len(missing) == 1 else 'get'} gradients and "
-            f"{'is' if len(missing) == 1 else 'are'} in no optimizer, so nothing updates "
-            f"{'it' if len(missing) == 1 else 'them'}.",
+            cause=cause,
+            sentence=sentence,
             step=1,
             module=missing[0].rpartition(".")[0],
             tensor=missing[0],

@@ -9,8 +9,6 @@ from typing import NoReturn
 from fleet.errors import ConfigError
 from fleet.launch.cli.parser import CommandLine, UsageError
 
-__all__ = ["CommandOptions", "check_set_flags", "cut_options"]
-
 # Flags of the launcher that follow from the nodes which a scheduler gives.
 _MEETING_FLAGS = ("nnodes", "master", "rank", "ips", "host", "job_id", "standalone", "master_addr", "master_port",
                   "rdzv_backend")  # fmt: skip

@@ -22,22 +22,6 @@ from typing import Any
 from fleet._sealing import PROOF_BYTES, SEAL_BYTES, MessageSeals, prove, same
 from fleet.errors import LaunchError
 
-__all__ = [
-    "ANSWER_BYTES",
-    "HEADER_BYTES",
-    "HELLO_BYTES",
-    "MAGIC",
-    "MAX_FRAME_BYTES",
-    "NONCE_BYTES",
-    "PROOF_BYTES",
-    "Message",
-    "Seals",
-    "WireError",
-    "make_nonce",
-    "proof",
-    "same",
-]
-
 MAGIC = b"FLEETKV1"
 NONCE_BYTES = 16
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES

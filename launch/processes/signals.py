@@ -21,8 +21,11 @@ def _note(number: int, frame: FrameType | None) -> None:
     """Does nothing: the wake-up descriptor carries the number."""
 
 
-class _HasDescriptor(Protocol):
-    def fileno(self) -> int: ...
+class HasFileno(Protocol):
+    """What a selector can wait for."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
 
 
 class SignalInbox:
@@ -59,7 +62,7 @@ class SignalInbox:
         """Returns the descriptor to wait on."""
         return self._read_fd
 
-    def wait(self, timeout_s: float, *others: _HasDescriptor) -> None:
+    def wait(self, timeout_s: float, *others: HasFileno) -> None:
         """Returns when a signal has come, one of ``others`` is readable, or the time is over; opens no descriptor."""
         waiting = select.poll()
         for one in (self, *others):

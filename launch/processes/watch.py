@@ -13,6 +13,7 @@ from fleet.launch.plan.records import LaunchConfig, ProcessExit, ProcessSpec
 from fleet.launch.processes.heartbeat import Heartbeats
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.process import Process
+from fleet.launch.processes.signals import HasFileno
 from fleet.launch.processes.worker_file import PID, STEP, STOP_ASKED, TAKES_TIMES, WorkerFile
 
 FILE_VARIABLE = "FLEET_WORKER_FILE"
@@ -36,13 +37,6 @@ class ProcessObserver(Protocol):
 
     def forget(self) -> None:
         """The processes have ended, and their files are about to be closed."""
-
-
-class HasFileno(Protocol):
-    """What a selector can wait for."""
-
-    def fileno(self) -> int:
-        """Returns the descriptor."""
 
 
 class WorkerWatch:

@@ -14,8 +14,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["SlurmJob", "batch_script"]
-
 _FIRST_PORT = 20000
 _PORTS = 10000
 

@@ -15,8 +15,6 @@ from fleet.launch.cli.command_options import CommandOptions, check_set_flags, cu
 from fleet.launch.cli.parser import parse_command_line
 from fleet.launch.slurm.batch_script import SlurmJob, batch_script
 
-__all__ = ["run"]
-
 _PROGRAM = "python -m fleet launch-on slurm"
 _ABOUT = """Writes NAME.sbatch, which starts one launcher on each node, and submits it with sbatch. Options of this
 command come first, then the launcher's flags, the script and its arguments:

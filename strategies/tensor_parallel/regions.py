@@ -77,7 +77,7 @@ def scatter_to(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     if group is None or group.size() == 1:
         return x
     _check_divides(x, group, dim, "scatter_to")
-    return applied(_Scatter, x, group, dim)
+    return applied(_Region, x, group, dim, own_slice, gathered)
 
 
 def gather_from(x: Tensor, group: Group, dim: int = -1) -> Tensor:
@@ -87,14 +87,14 @@ def gather_from(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """
     if group is None or group.size() == 1:
         return x
-    return applied(_Gather, x, group, dim)
+    return applied(_Region, x, group, dim, gathered, own_slice)
 
 
 def gather_reduce(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Returns the tensors of all workers one after the other along ``dim``; backward is a reduce-scatter."""
     if group is None or group.size() == 1:
         return x
-    return applied(_GatherReduce, x, group, dim)
+    return applied(_Region, x, group, dim, gathered, sum_slice)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -106,7 +106,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     if group is None or group.size() == 1:
         return x
     _check_divides(x, group, dim, "reduce_scatter")
-    return applied(_ReduceScatter, x, group, dim)
+    return applied(_Region, x, group, dim, sum_slice, gathered)
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
@@ -227,48 +227,17 @@ class _ReduceInPlace(Function):
         return applied(_Copy, gradients[0], ctx.group), None
 
 
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_slice(x, group, dim)
+class _Region(Function):
+    """Calls ``there`` in forward and ``back`` in backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return applied(_Gather, gradients[0], ctx.group, ctx.dim), None, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, there: Any, back: Any) -> Tensor:
+        ctx.group, ctx.dim, ctx.there, ctx.back = group, dim, there, back
+        return cast(Tensor, there(x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return applied(_Scatter, gradients[0], ctx.group, ctx.dim), None, None
-
-
-class _GatherReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return applied(_ReduceScatter, gradients[0], ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return sum_slice(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return applied(_GatherReduce, gradients[0], ctx.group, ctx.dim), None, None
+        return applied(_Region, gradients[0], ctx.group, ctx.dim, ctx.back, ctx.there), None, None, None, None
 
 
 class _AllToAll(Function):

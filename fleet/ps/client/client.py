@@ -51,8 +51,6 @@ from fleet.ps.wire.positions import Positions, positions_tail
 from fleet.ps.wire.row_form import Remainders, wire_parts
 from fleet.ps.wire.transport import SocketTransport, Transport
 
-__all__ = ["Client", "Gradient", "NothingLoaded", "Ticket", "fill"]
-
 TakeChanged = Callable[[Mapping[int, tuple[Keys, Rows]]], None]
 _LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
 _DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer

@@ -10,8 +10,6 @@ from fleet.ps.client.fence import Fences
 from fleet.ps.wire.messages import MAX_BODY_BYTES
 from fleet.ps.wire.row_form import check_wire
 
-__all__ = ["ONCE", "ClientConfig"]
-
 ONCE = 1 << 15  # from this channel on, every process of a worker numbers its changes from 1
 
 

@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from fleet.errors import PSError
 from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout, Transport
 
-__all__ = ["wait_for_servers"]
-
 _POLL_S = 0.2
 _GREETING_S = 0.05
 _SILENT_ENDS = 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-__all__ = ["Fence", "Fences"]
-
 
 @dataclass(slots=True)
 class Fence:

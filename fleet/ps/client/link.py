@@ -39,6 +39,7 @@ from fleet.errors import PSError
 from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.client.request import Request
 from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
+from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import (
     Buffer,
     Header,
@@ -52,10 +53,8 @@ from fleet.ps.wire.messages import (
     encode_header,
 )
 from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
+from fleet.ps.wire.shared_bodies import SharedBodies
 from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
-
-__all__ = ["Link"]
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from fleet.ps.client.shards import Gradient
 from fleet.ps.table.ids import sum_by_key
 
-__all__ = ["merge_gradients", "sum_by_id", "with_distinct_ids"]
-
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from fleet.errors import PSError
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, asks_rows
 
-__all__ = ["Request"]
-
 OnAnswer = Callable[[Header, memoryview], None]
 
 

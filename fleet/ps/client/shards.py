@@ -19,8 +19,6 @@ from fleet.ps.table.table_spec import spec_of_config
 from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, control_body, decode_parts
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["Gradient", "TableMap", "Take", "Target", "body_of_specs", "rows_of_answer"]
-
 Keys = NDArray[np.int64]
 Rows = NDArray[np.float32]
 

@@ -10,8 +10,6 @@ import torch
 
 from fleet.errors import CheckpointError
 
-__all__ = ["check_archive", "check_parts"]
-
 
 def check_archive(file: Path | IO[bytes], label: str) -> None:
     """Raises CheckpointError, beginning with ``label``, when ``file`` holds compressed parts, or one part many times.

@@ -14,8 +14,6 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import bytes_left
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["END_BYTES", "block_checksum", "read_chunks", "read_end", "write_chunk", "write_end"]
-
 _CHUNK = struct.Struct("<8sQQIIQ")
 _CRC = struct.Struct("<II")
 _CHUNK_MAGIC = b"FLPSROW1"

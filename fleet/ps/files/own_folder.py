@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fleet.errors import ConfigError
 
-__all__ = ["PLAIN", "own_folder"]
-
 # Flags to open with: a link is an error, and a FIFO does not block.
 PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 

@@ -12,21 +12,6 @@ from numpy.typing import NDArray
 from fleet.errors import ConfigError, PSError
 from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
 
-__all__ = [
-    "ENCODINGS",
-    "Delta",
-    "RowsDelta",
-    "Sink",
-    "StaleDelta",
-    "check_encoding",
-    "check_position",
-    "decode",
-    "encode",
-    "pack_rows",
-    "row_bytes",
-    "unpack_rows",
-]
-
 ENCODINGS = ("float32", "bfloat16", "int8")
 _STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), "int8": np.dtype("i1")}
 _LARGEST = np.float32(127)

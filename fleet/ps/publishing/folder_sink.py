@@ -32,8 +32,6 @@ from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, check_position, encode
 from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
 
-__all__ = ["MANIFEST", "FolderSink"]
-
 MANIFEST = "MANIFEST.json"
 _MOST_DELTAS = 512
 _FEWEST_ROWS = 4096

@@ -13,8 +13,6 @@ from fleet.errors import ConfigError
 from fleet.ps.publishing.delta import Delta, Sink, check_encoding, check_position
 from fleet.ps.publishing.redis_address import check_database
 
-__all__ = ["Publication", "open_sink", "publish", "refuse_asked", "take_asked"]
-
 _asked: list[Publication] = []
 
 

@@ -35,8 +35,6 @@ from fleet.ps.server.job_state import MOST_WAITING
 from fleet.ps.server.key_recorder import GONE, TOUCHED
 from fleet.ps.server.server_state import ServerState
 
-__all__ = ["Publisher", "boot_id"]
-
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 _SLOW = "it is slow"  # why a sink that raises nothing does not take rows
 _TELL_EVERY_S = 30.0

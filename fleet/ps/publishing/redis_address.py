@@ -7,8 +7,6 @@ from urllib.parse import urlsplit
 
 from fleet.errors import ConfigError
 
-__all__ = ["check_database", "without_password"]
-
 
 def check_database(origin: str, address: str) -> None:
     """Raises ConfigError where the port is none, or the path names no database: the redis package would take 0.

@@ -11,8 +11,6 @@ from numba import njit
 
 from fleet.ps.table.kernels.numba_cache import keep_compiled
 
-__all__ = ["LONGEST_NUMBER", "write_pairs"]
-
 LONGEST_NUMBER = 20  # characters of an id, its sign included
 _MINUS, _DIGITS, _LENGTH = np.uint8(45), 48, np.uint8(36)
 

@@ -26,8 +26,6 @@ from fleet.ps.server.key_recorder import Keys
 from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.partition import servers_of_keys
 
-__all__ = ["RedisSink", "check_installed"]
-
 _ROWS_A_COMMAND = 2048
 _TRIES = 50
 _TIMEOUT_S, _CONNECT_S = 60.0, 2.0
@@ -94,7 +92,7 @@ class RedisSink:
         with self._allowed():
             states = self._redis.hgetall(self._positions)
         for state in states.values():
-            there = json.loads(state).get("values", self._values)  # earlier versions did not note it
+            there = json.loads(state)["values"]
             if there != self._values:
                 raise ConfigError(
                     f"Redis holds this job's rows as {there}, and these are {self._values}: a reader could not tell "

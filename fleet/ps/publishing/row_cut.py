@@ -24,8 +24,6 @@ from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.sparse_table import SparseTable
 
-__all__ = ["cut", "published_tables", "waiting_rows"]
-
 _ROWS_AT_ONCE = 1 << 16
 
 

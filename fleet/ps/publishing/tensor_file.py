@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError
 
-__all__ = ["read_tensors", "write_tensors"]
-
 _NAMES = {"int64": "I64", "float32": "F32", "uint16": "BF16", "int8": "I8"}  # uint16: the bits of bfloat16
 _TYPES = {"I64": "<i8", "F32": "<f4", "BF16": "<u2", "I8": "i1"}
 
@@ -47,7 +45,7 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with open(fd, "wb") as file:
-            for block in (len(text).to_bytes(8, "little"), text, *map(_bytes_of, tensors.values())):
+            for block in (len(text).to_bytes(8, "little"), text, *(tensor.tobytes() for tensor in tensors.values())):
                 file.write(block)
                 size += len(block)
                 checksum = zlib.crc32(block, checksum)
@@ -57,10 +55,6 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
         path.unlink(missing_ok=True)
         raise
     return size, checksum
-
-
-def _bytes_of(tensor: NDArray[Any]) -> bytes:
-    return tensor.tobytes()
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:

@@ -23,8 +23,6 @@ from fleet.ps.wire.messages import Header, MessageError, MessageFlag, Op, Status
 from fleet.ps.wire.shared_bodies import LEAST_BYTES
 from fleet.ps.wire.transport import ConnectionLost, TransferTimeout
 
-__all__ = ["Answers"]
-
 Said = TypeVar("Said")
 SIDE_BY_SIDE_BYTES = 4 << 20  # one thread writes so many values to other workers in about 0.3 ms
 

@@ -10,8 +10,6 @@ from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.messages import TablePart
 
-__all__ = ["added_rows", "rows_after_push", "watched_rows"]
-
 
 def added_rows(
     state: ServerState, rank: int, number: int, asked: Sequence[TablePart], most_bytes: int

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from fleet.ps.server.job_state import Worker
 from fleet.ps.server.late_answers import LateAnswer
 from fleet.ps.server.offered_row import TableReader
+from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Status, asks_rows, places_of_rows
 from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.shared_bodies import NotShared, SharedBodies
-
-__all__ = ["Answer", "ConnectedWorker"]
+from fleet.ps.wire.shared_bodies import SharedBodies
 
 
 @dataclass(slots=True)

@@ -14,8 +14,6 @@ from fleet.ps.files.own_folder import PLAIN, own_folder
 if sys.platform != "win32":  # Windows has no POSIX locks: there nothing is locked
     import fcntl
 
-__all__ = ["FolderLock"]
-
 _POLL_S = 0.1
 
 

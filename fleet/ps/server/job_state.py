@@ -25,8 +25,6 @@ from fleet.ps.server.key_recorder import GONE, TOUCHED, KeyRecorder, Keys
 from fleet.ps.server.stream_points import Points
 from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH, Buffer, TablePart
 
-__all__ = ["Channel", "Fenced", "MOST_WAITING", "Held", "JobState", "Published", "Refused", "Worker"]
-
 _KEPT_FENCED = 64
 _KEPT_MARKS = 4096
 _SHOWN, _RANKS_SHOWN = 4, 8  # wishes in a message, and ranks with each

@@ -39,8 +39,6 @@ from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 from fleet.ps.wire.transport import ConnectionLost
 
-__all__ = ["Journal", "Record", "RecordKind", "read_journal", "read_records"]
-
 _SEGMENT = struct.Struct("<8sQ")
 _SEGMENT_MAGIC = b"FLPSJNL1"
 _RECORD = struct.Struct("<4sHHQIIQQIIII8x")

@@ -20,8 +20,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GONE", "TOUCHED", "KeyRecorder"]
-
 Keys = NDArray[np.int64]
 TOUCHED, GONE = -1, -2  # readers beside the workers' ranks: what publishing must send as rows, and as deleted
 _LOOSE = 1 << 16

@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 from fleet.ps.server.job_state import JobState, Worker
 
-__all__ = ["LateAnswer", "LateAnswers"]
-
 
 class LateAnswer:
     """The answer to one push.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState
     from fleet.ps.worker.trainer import Trainer
 
-__all__ = ["Measure", "Summary", "server_measures", "worker_measures"]
-
 Samples = Mapping[str, float] | Mapping[tuple[str, ...], float]  # by the value of the measure's label, or of each
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from fleet.ps.wire.transport import Connection
 
-__all__ = ["Complaints", "Newcomers", "host_of"]
-
 MAX_ADDRESSES = 10
 INTERVAL_S = 60.0
 

@@ -27,8 +27,6 @@ import numpy as np
 
 from fleet.ps.wire.memory_file import COUNT_BYTES, NotShared, count_in, make_memory
 
-__all__ = ["OfferedRow", "TableReader"]
-
 
 class TableReader:
     """A connection of a worker that reads tables where they lie.

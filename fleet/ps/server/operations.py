@@ -31,8 +31,6 @@ from fleet.ps.wire.messages import (
     encode_parts,
 )
 
-__all__ = ["BEAT_S", "Later", "Operations"]
-
 BEAT_S = 2.0
 STUCK_S = 5.0  # a restarted worker may still be between two barriers
 MAX_CHANNEL = 1 << 16

@@ -42,8 +42,6 @@ from fleet.ps.wire.messages import (
 )
 from fleet.ps.wire.row_form import check_wire, to_int8
 
-__all__ = ["ReaderRequests", "Readable", "is_reader"]
-
 CONFIRM_S = 1.0  # a lookup waits so long for the standby, and then the reader asks elsewhere
 _LOOKS = 3
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,13 @@ from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
 from fleet.ps.server.offered_row import OfferedRow, TableReader
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
-from fleet.ps.table.gate import Gate
 from fleet.ps.table.ids import sum_by_key
 from fleet.ps.table.kernels.numba_cache import naming_the_cause
 from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.wire.messages import TablePart
 
-__all__ = ["ServedDense", "ServedSparse", "ServedTable", "Stamps", "make_served_table", "merge_parts", "missing_parts"]
+ServedTable: TypeAlias = "ServedSparse | ServedDense"
 
 _LONGEST_DAY = 256
 
@@ -148,57 +147,6 @@ def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> Se
     return ServedSparse(table)
 
 
-class ServedTable(Protocol):
-    """What the server needs of a table."""
-
-    order: threading.Lock
-    gate: Gate
-    learning_rate: float | None  # the rate it was set to; None while the configuration's applies
-    keeps_shows: bool
-
-    def learn(self, spec: Mapping[str, Any]) -> None:
-        """Takes the shapes of dense parameters from a specification that is the table's own otherwise."""
-
-    def check(self, part: TablePart, change: bool) -> None:
-        """Raises :class:`Refused` when ``part`` does not fit the table."""
-
-    def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the next push."""
-
-    def pull_shape(self, part: TablePart) -> tuple[int, int]:
-        """Returns the shape of the rows that a pull of ``part`` gives."""
-
-    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
-        """Writes the rows of ``part`` to ``out``."""
-
-    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
-        """Applies a gradient, which is record ``lsn``; workers wait for it where it is that of a ``step``."""
-
-    def add(self, part: TablePart, lsn: int = 0) -> None:
-        """Adds deltas, which are record ``lsn``."""
-
-    def victims(self) -> NDArray[np.int64]:
-        """Returns the ids whose rows a table above its limit must lose."""
-
-    def erase(self, part: TablePart) -> None:
-        """Deletes rows."""
-
-    def set_values(self, part: TablePart) -> None:
-        """Replaces dense values."""
-
-    def alter(self, action: str, fields: dict[str, Any]) -> int:
-        """Changes the whole table; returns the number of rows affected."""
-
-    def describe(self) -> dict[str, Any]:
-        """Returns facts for the status operation."""
-
-    def write(self, path: Path, stamp: Callable[[], int]) -> None:
-        """Writes a snapshot; each chunk carries the record up to which it is complete."""
-
-    def read(self, path: Path) -> Stamps:
-        """Fills the empty table from a snapshot."""
-
-
 class ServedSparse:
     """A :class:`SparseTable` behind the server."""
 
@@ -261,10 +209,6 @@ class ServedSparse:
         """Deletes the rows of ``part.ids``."""
         assert part.ids is not None
         self.evicted += self.table.erase(part.ids)
-
-    def learn(self, spec: Mapping[str, Any]) -> None:
-        """Not possible for rows, which have no shapes but their dimension."""
-        raise AssertionError("the request was checked")
 
     def set_values(self, part: TablePart) -> None:
         """Not possible for rows: only loading sets them."""
@@ -373,12 +317,6 @@ class ServedDense:
         """Adds deltas."""
         assert part.rows is not None
         self.table.add(part.rows.reshape(-1))
-
-    def learn(self, spec: Mapping[str, Any]) -> None:
-        """Takes the shapes of the parameters from a specification that is the table's own otherwise."""
-        config = config_of_spec(spec)
-        assert isinstance(config, DenseTableConfig)
-        self.table.config = config
 
     def victims(self) -> NDArray[np.int64]:
         """Returns none: a dense table has a fixed size."""

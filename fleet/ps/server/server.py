@@ -49,8 +49,6 @@ from fleet.ps.wire.messages import (
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Acceptor, Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
-__all__ = ["Server"]
-
 _DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH)
 MAX_UNPROVEN = 64  # connections that have not proven the secret yet
 

@@ -11,8 +11,6 @@ from fleet.errors import ConfigError
 from fleet.ps.publishing.publication import Publication
 from fleet.ps.wire.messages import MAX_BODY_BYTES
 
-__all__ = ["MODES", "USUAL_CONNECTIONS", "ServerConfig", "connections_allowed"]
-
 MODES = ("sync", "async")
 USUAL_CONNECTIONS = 1024
 RESERVED = 192  # newcomers, journal, snapshots, saves, metrics, libraries

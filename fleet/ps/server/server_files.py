@@ -26,8 +26,6 @@ from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import write_snapshot
 from fleet.ps.table.partition import range_bounds, servers_of_keys
 
-__all__ = ["load_tables", "save_tables"]
-
 _KEPT_ANSWERS, _MOST_REASON = 16, 4000
 
 

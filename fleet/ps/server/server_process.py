@@ -14,8 +14,6 @@ from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["Prepare", "Watch", "run_server", "run_servers"]
-
 Prepare = Callable[[ServerState], None]
 Watch = Callable[[ServerState, bool], Callable[[], None]]
 

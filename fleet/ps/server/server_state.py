@@ -43,13 +43,11 @@ from fleet.ps.server.late_answers import LateAnswers
 from fleet.ps.server.offered_row import TableReader
 from fleet.ps.server.served_table import ServedDense, ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
-from fleet.ps.table.table_spec import adds_shapes
+from fleet.ps.table.table_spec import check_spec
 from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
-
-__all__ = ["ServerState", "parts_of"]
 
 MAX_AHEAD = 4  # steps that one worker may be ahead of the others (sync mode)
 _KIND_OF_OP = {Op.PUSH: RecordKind.PUSH, Op.ADD: RecordKind.ADD, Op.SET_DENSE: RecordKind.SET_DENSE}
@@ -92,17 +90,16 @@ class ServerState:
             Refused: a specification differs or is wrong; nothing was made.
         """
         with self.snapshots:
-            made, learned = {}, {}
+            made = {}
             for table_id, spec in specs.items():
                 known = self.job.specs.get(table_id)
                 try:
                     if known is None:
                         made[table_id] = self.make_table(spec)
-                    elif adds_shapes(table_id, known, spec):
-                        learned[table_id] = spec
+                    else:
+                        check_spec(table_id, known, spec)
                 except ConfigError as error:
                     raise Refused(str(error)) from None
-            self._learn(learned)
             if not made:
                 return
             new = {table_id: specs[table_id] for table_id in made}
@@ -114,12 +111,6 @@ class ServerState:
         self.job.specs = {**self.job.specs, **specs}
         for table_id, table in made.items():
             self.adopt(table_id, table)
-
-    def _learn(self, specs: dict[int, dict[str, Any]]) -> None:
-        with self.journal.lock:
-            self.job.specs = {**self.job.specs, **specs}
-        for table_id, spec in specs.items():
-            self.tables[table_id].learn(spec)
 
     def adopt(self, table_id: int, table: ServedTable) -> None:
         """Serves ``table``; the ids of rows that it deletes from now on are noted for the sink."""

@@ -25,8 +25,6 @@ from fleet.ps.server.journal import read_journal
 from fleet.ps.server.served_table import ServedSparse, Stamps
 from fleet.ps.server.server_state import ServerState
 
-__all__ = ["drop_snapshots", "has_snapshot", "is_lost", "read_snapshot", "recover", "write_snapshot"]
-
 _VERSION = 1
 _JOB_STATE = "session.bin"
 _JSON, _HELD, _RECORDED = 1, 2, 3
@@ -221,12 +219,12 @@ def recover(folder: Path, state: ServerState) -> list[str]:
     return lines
 
 
-def read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dict[int, Stamps]]:
+def read_snapshot(path: Path, state: ServerState) -> tuple[int, int, dict[int, Stamps]]:
     """Fills ``state``; returns the snapshot's record, the level it was written at, and what its rows hold."""
     own_folder(path)
     lsn, fields = _read_job_state(path / _JOB_STATE, state.job)
     rates = fields["learning_rates"]
-    days = fields.get("days", {})
+    days = fields["days"]
     stamps = {}
     for table_id, spec in state.job.specs.items():
         table = state.make_table(spec)
@@ -235,9 +233,9 @@ def read_snapshot(path: Path, state: ServerState) -> tuple[int, int | None, dict
         if rate is not None:
             table.set_learning_rate(rate)
         if isinstance(table, ServedSparse):
-            table.day = days.get(str(table_id))
+            table.day = days[str(table_id)]
         state.adopt(table_id, table)
-    return lsn, fields.get("level"), stamps
+    return lsn, fields["level"], stamps
 
 
 def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
@@ -262,7 +260,7 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
         worker.clock = known["clock"]
         worker.state = "gone" if known["gone"] else "expected"
         worker.steps = {int(table): step for table, step in known["steps"].items()}
-        worker.points.restore(known.get("points", {}))
+        worker.points.restore(known["points"])
         for number, last in known["channels"].items():
             channel = worker.channel(int(number))
             channel.last = channel.durable = last
@@ -270,7 +268,7 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     job.applied_step = fields["applied_step"]
     job.barriers = fields["barriers"]
     job.saved = fields["saved"]
-    job.keys = fields.get("keys", {})
+    job.keys = fields["keys"]
     payloads = [chunk[4] for chunk in chunks[1:]]
     for step, rank, n_tables, flags in fields["held"]:
         job.held.setdefault(step, {})[rank] = Held(n_tables, flags, payloads.pop(0))
@@ -278,14 +276,13 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
     job.recorder.restore(recorded)
-    _restore_published(job, fields.get("published"))
+    _restore_published(job, fields["published"])
     return lsn, fields
 
 
-def _restore_published(job: JobState, known: dict[str, Any] | None) -> None:
-    if known is not None:  # snapshots of earlier versions have none
-        job.published.begin(known["history"], tuple(known["kept_for"]), known["confirmed"])
-        job.published.whole = known["whole"]
+def _restore_published(job: JobState, known: dict[str, Any]) -> None:
+    job.published.begin(known["history"], tuple(known["kept_for"]), known["confirmed"])
+    job.published.whole = known["whole"]
 
 
 def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:

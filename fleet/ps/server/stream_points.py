@@ -24,8 +24,6 @@ from typing import Any
 from fleet.ps.wire.messages import MessageError
 from fleet.ps.wire.positions import Positions
 
-__all__ = ["CLOCK", "Points", "refuse_overtaken"]
-
 CLOCK = -1  # the place of a worker's clock among those of its tables
 
 

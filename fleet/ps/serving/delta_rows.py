@@ -25,8 +25,6 @@ from fleet.ps.publishing.tensor_file import read_tensors
 from fleet.ps.serving.local_rows import LocalState, Position, TableShare, check_servers
 from fleet.ps.serving.mapped_rows import MappedRows, map_file
 
-__all__ = ["DeltaRows", "is_delta_folder"]
-
 _MOST_BYTES = 1 << 28
 _TRIES = 20
 _ENCODINGS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # of the arrays' dtypes

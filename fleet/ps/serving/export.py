@@ -31,8 +31,6 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import write_atomically
 from fleet.ps.worker.embedding import SparseEmbedding
 
-__all__ = ["EXPORT", "RowsInput", "checked_inputs", "export"]
-
 EXPORT = "export.json"
 _FORMAT = 1
 

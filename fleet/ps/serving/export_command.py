@@ -10,8 +10,6 @@ from typing import Any
 from fleet._python_file import object_in
 from fleet.errors import CheckpointError, ConfigError
 
-__all__ = ["run"]
-
 _ABOUT = """Writes the dense part of a model as a program of torch.export into FOLDER, beside the tables and the state
 that fleet.save_inference_model wrote there; fleet.ps.Predictor runs it. The file is imported and NAME is called without
 arguments, which runs the code in it: it returns the model and a tuple of example inputs of 2 samples or more."""

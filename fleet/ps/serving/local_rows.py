@@ -14,8 +14,6 @@ from fleet.ps.serving.row_index import GONE, MISSING, RowIndex, merged
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Float32s, Int64s
 
-__all__ = ["LocalState", "Position", "TableShare", "check_servers", "check_table"]
-
 Found = tuple[Float32s, NDArray[np.bool_]]
 _OFFSET_BITS = 40  # of a place: which file, above the byte in it
 _OFFSET = (1 << _OFFSET_BITS) - 1

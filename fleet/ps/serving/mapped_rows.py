@@ -14,8 +14,6 @@ from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.delta import decode, row_bytes
 from fleet.ps.table.layout import Float32s, Int64s
 
-__all__ = ["MappedRows", "map_file"]
-
 Octets = NDArray[np.uint8]
 _DTYPES = {"float32": "<f4", "bfloat16": "<u2", "int8": "i1"}
 

@@ -20,8 +20,6 @@ from fleet.ps.serving.export import EXPORT, RowsInput
 from fleet.ps.serving.reader import Reader
 from fleet.ps.serving.saved_rows import is_save
 
-__all__ = ["Predictor"]
-
 _MOST_BYTES = 1 << 26
 _TRIES = 20
 

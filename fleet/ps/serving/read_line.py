@@ -26,8 +26,6 @@ from fleet.ps.wire.messages import (
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout, Transport
 
-__all__ = ["ReadAccess", "ReadLine"]
-
 LIMIT_S = 10.0  # a lookup that nobody can answer for so long fails
 STALE_S = 3.0  # a standby that has heard nothing for longer is used only if there is no other
 _CONNECT_S, _ANSWER_S, _PAUSE_S = 1.0, 3.0, 0.05

@@ -8,14 +8,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
+from fleet.ps.serving.local_rows import Found, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
 from fleet.ps.serving.server_rows import SCHEME, ServerRows, read_endpoints
@@ -25,17 +25,9 @@ from fleet.ps.wire.row_form import check_wire
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Reader"]
-
 _ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
 _FIRST_ROWS = "A publisher's folder has rows once the servers have written the first ones."
 _REMOTE = ("redis://", "rediss://", "unix://")
-
-
-class _Files(Protocol):
-    state: LocalState
-
-    def refresh(self) -> bool: ...
 
 
 class Reader:
@@ -268,7 +260,7 @@ def _open_servers(source: str, job: str | None, wire: str) -> ServerRows:
     return ServerRows(source, endpoints, access)
 
 
-def _open_folder(label: str, folder: Path) -> _Files:
+def _open_folder(label: str, folder: Path) -> DeltaRows | SavedRows:
     if not folder.is_dir():
         raise ConfigError(f"{label}: there is no such folder. {_FIRST_ROWS}")
     if is_delta_folder(folder):

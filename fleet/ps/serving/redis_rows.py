@@ -15,8 +15,6 @@ from fleet.ps.publishing.redis_address import check_database, without_password
 from fleet.ps.serving.local_rows import Found, Position, check_servers, check_table
 from fleet.ps.table.layout import Int64s
 
-__all__ = ["RedisRows"]
-
 _TIMEOUT_S, _RETRIES = 10.0, 5
 _POSITION = "position"  # of the key that holds the servers' positions; a sink refuses a table of this name
 _T = TypeVar("_T")

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Int64s
 
-__all__ = ["GONE", "MISSING", "RowIndex", "merged"]
-
 MISSING, GONE = -1, -2  # an id that the index does not know, and one that it knows to be deleted
 
 

@@ -15,8 +15,6 @@ from fleet.ps.serving.mapped_rows import MappedRows, map_file
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.table_spec import config_of_spec
 
-__all__ = ["SavedRows", "is_save"]
-
 
 def is_save(folder: Path) -> bool:
     """Returns whether ``folder`` has tables of a save: folders with ``part-NNN.json``, or parts of text."""

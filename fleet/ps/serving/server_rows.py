@@ -28,8 +28,6 @@ from fleet.ps.wire.messages import (
 )
 from fleet.ps.wire.row_form import wide_parts
 
-__all__ = ["SCHEME", "ServerRows", "read_endpoints"]
-
 SCHEME = "ps://"
 _PIECE_BYTES = 32 << 20  # of the answer to one question
 _PAUSE_S = 0.2

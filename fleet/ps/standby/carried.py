@@ -12,8 +12,6 @@ from enum import IntEnum
 from fleet.ps.wire.messages import Buffer, Header, Op, Status, encode_header
 from fleet.ps.wire.sealed import Sealed
 
-__all__ = ["BEAT_S", "LINE_S", "Carried", "send_piece"]
-
 BEAT_S = 0.5
 LINE_S = 3.0  # a line without a message for this long is broken
 

@@ -11,8 +11,6 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.files.row_file import open_plain
 
-__all__ = ["EpochFile"]
-
 _NAME = "epoch.json"
 
 

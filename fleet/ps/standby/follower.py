@@ -24,8 +24,6 @@ from fleet.ps.wire.messages import Header, MessageError, Op, control_body, decod
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["Follower", "ask_standing", "follow_fields", "tell"]
-
 QUIET_S = 0.1  # a line must be broken for this long before the standby takes over
 ASK_S = 1.0  # how long a worker's question waits for those of the others
 _RETRY_S = 0.2

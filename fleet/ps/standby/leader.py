@@ -57,8 +57,6 @@ from fleet.ps.standby.epoch_file import EpochFile
 from fleet.ps.wire.messages import Buffer, Op, control_body, decode_header
 from fleet.ps.wire.sealed import Sealed
 
-__all__ = ["Leader"]
-
 GRACE_S = 3.0  # a standby that is away for longer is given up
 _PIECE_BYTES = 4 << 20
 _LINGER_S = 0.005  # records of this long travel together: fewer messages, fewer wake-ups

@@ -35,8 +35,6 @@ from fleet.ps.standby.pair import Pair, Turn
 from fleet.ps.wire.messages import Header, control_body, decode_control
 from fleet.ps.wire.sealed import Sealed
 
-__all__ = ["MovableShard"]
-
 _PATIENCE_S = 5.0  # a process that served before waits this long for the others' word on who serves
 _POLL_S = 0.2
 _LOOK_S = 10.0  # how often a process where the shard rests looks whether it is served at all

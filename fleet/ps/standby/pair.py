@@ -23,8 +23,6 @@ from fleet.ps.wire.messages import Header, Op, control_body, decode_control
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
-__all__ = ["Pair", "Turn"]
-
 # What waits for no standby.
 _FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH, Op.PING, Op.STAT, Op.HELLO)
 _PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads

@@ -8,8 +8,6 @@ from typing import Any
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 
-__all__ = ["BOUND_KEYS", "EVICT_KINDS", "Bounds", "bounds_of"]
-
 EVICT_KINDS = ("lru", "lfu", "ttl")
 ROWS_KINDS = ("memory", "disk")
 _TIMES = "a row's age is kept in the days that fleet.set_date names, because a replay has no clock; write ttl_days"

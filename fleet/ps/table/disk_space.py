@@ -28,8 +28,6 @@ from fleet.ps.table.eviction import INDEX_BYTES, limit_of
 from fleet.ps.table.hash import NUM_SUB_SHARDS
 from fleet.ps.table.layout import CHUNK_ROWS, SparseTableConfig
 
-__all__ = ["DiskSpace", "MemoryPlan", "plan_memory"]
-
 _RESERVED = 1 << 40  # addresses, not memory
 _WINDOW_SHARE, _PAGES_AROUND, _LEAST_USED = 16, 1 << 16, 8
 _ADVISE_RANDOM = 1

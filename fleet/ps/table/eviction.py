@@ -23,8 +23,6 @@ from fleet.errors import ConfigError
 from fleet.ps.table.hash import NUM_SUB_SHARDS, mix
 from fleet.ps.table.layout import CHUNK_ROWS, STATISTICS_BYTES, Int64s, SparseTableConfig, plan_layout
 
-__all__ = ["FIRST_TICK", "INDEX_BYTES", "Shares", "limit_of", "loaded_ranks", "oldest", "plan_shares"]
-
 _LEAST_SHARE = 4096
 INDEX_BYTES = 36  # of a row, at most: 16 a place, filled to half after the index has grown, and places at the end
 FIRST_TICK = 1 << 16  # ranks below are of rows that were loaded from a save, by their unseen days

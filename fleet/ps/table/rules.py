@@ -42,7 +42,6 @@ _DECAY = {"weight_decay": 0.0}
 class RuleSpec:
     """What a rule reads and keeps: default hyper-parameters, and its state as (name, per dimension or one)."""
 
-    code: int
     defaults: Mapping[str, float]
     per_dim: tuple[str, ...] = ()
     per_row: tuple[str, ...] = ()
@@ -56,29 +55,26 @@ class RuleSpec:
 
 
 RULES: dict[str, RuleSpec] = {
-    "sgd": RuleSpec(0, {LEARNING_RATE: 0.05, **_DECAY, **_BOUNDS}, dense=True),
+    "sgd": RuleSpec({LEARNING_RATE: 0.05, **_DECAY, **_BOUNDS}, dense=True),
     "momentum": RuleSpec(
-        1, {LEARNING_RATE: 0.05, "momentum": 0.9, "nesterov": 0.0, **_DECAY, **_BOUNDS}, ("momentum",), dense=True
+        {LEARNING_RATE: 0.05, "momentum": 0.9, "nesterov": 0.0, **_DECAY, **_BOUNDS}, ("momentum",), dense=True
     ),
     "adagrad": RuleSpec(
-        2,
         {LEARNING_RATE: 0.05, "epsilon": 1e-10, "initial_accumulator": 0.0, **_DECAY, **_BOUNDS},
         ("sum",),
         dense=True,
     ),
     "rowwise_adagrad": RuleSpec(
-        3,
         {LEARNING_RATE: 0.05, "epsilon": 1e-10, "initial_accumulator": 0.0, **_DECAY, **_BOUNDS},
         (),
         ("sum",),
     ),
-    "shared_adagrad": RuleSpec(4, {LEARNING_RATE: 0.05, **_SHOW, **_BOUNDS}, (), ("g2sum",)),
-    "std_adagrad": RuleSpec(5, {LEARNING_RATE: 0.05, **_SHOW, **_BOUNDS}, ("g2sum",)),
+    "shared_adagrad": RuleSpec({LEARNING_RATE: 0.05, **_SHOW, **_BOUNDS}, (), ("g2sum",)),
+    "std_adagrad": RuleSpec({LEARNING_RATE: 0.05, **_SHOW, **_BOUNDS}, ("g2sum",)),
     "adagrad_v2": RuleSpec(
-        6, {LEARNING_RATE: 0.05, "show_scale": 1.0, "initial_accumulator": 0.0, **_BOUNDS}, (), ("g2sum",)
+        {LEARNING_RATE: 0.05, "show_scale": 1.0, "initial_accumulator": 0.0, **_BOUNDS}, (), ("g2sum",)
     ),
     "adam": RuleSpec(
-        7,
         {
             LEARNING_RATE: 0.001,
             "beta1": 0.9,
@@ -93,16 +89,13 @@ RULES: dict[str, RuleSpec] = {
         dense=True,
     ),
     "shared_adam": RuleSpec(
-        8,
         {LEARNING_RATE: 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, **_BOUNDS},
         (),
         ("m", "v", "step"),
     ),
-    "sum": RuleSpec(9, {}, dense=True),
-    "adam_d2sum": RuleSpec(
-        10, {LEARNING_RATE: 5e-6, **_DECAY}, ("velocity", "squares", "decay"), sparse=False, dense=True
-    ),
-    "summary": RuleSpec(11, {"decay": 0.999999}, sparse=False, dense=True),
+    "sum": RuleSpec({}, dense=True),
+    "adam_d2sum": RuleSpec({LEARNING_RATE: 5e-6, **_DECAY}, ("velocity", "squares", "decay"), sparse=False, dense=True),
+    "summary": RuleSpec({"decay": 0.999999}, sparse=False, dense=True),
 }
 
 # The rule names of Paddle's table configuration: class names of the accessor, and `sparse_optimizer` words.

@@ -15,8 +15,6 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import RULES, Rule
 
-__all__ = ["adds_shapes", "config_of_spec", "difference_of_shapes", "difference_of_specs", "spec_of_config"]
-
 Shapes = Sequence[Sequence[int]]
 _LONGEST = 200  # characters of a shape in a message
 
@@ -44,7 +42,7 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
     try:
         rule = _rule(spec["rule"])
         if spec["kind"] == "dense":
-            shapes = spec.get("shapes")  # specifications of earlier versions have none
+            shapes = spec.get("shapes")  # left out where they do not fit into a message
             shapes = None if shapes is None else tuple(map(tuple, shapes))
             return DenseTableConfig(spec["name"], spec["size"], rule, shapes, tuple(spec.get("names", ())))
         if spec["kind"] != "sparse":
@@ -66,12 +64,8 @@ def config_of_spec(spec: Mapping[str, Any]) -> SparseTableConfig | DenseTableCon
         raise ConfigError(f"a table specification that cannot be read: {error!r}.") from None
 
 
-def adds_shapes(table_id: int, known: Mapping[str, Any], spec: Mapping[str, Any]) -> bool:
-    """Returns whether ``spec`` has shapes that ``known``, of an earlier version, lacks; all else is the same.
-
-    Raises:
-        ConfigError: they describe different tables, or ``spec`` cannot be read.
-    """
+def check_spec(table_id: int, known: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless ``spec`` can be read and describes the same table as ``known``."""
     config_of_spec(spec)
     if difference := difference_of_specs(known, spec):
         raise ConfigError(
@@ -79,7 +73,6 @@ def adds_shapes(table_id: int, known: Mapping[str, Any], spec: Mapping[str, Any]
             "To change it, restart the servers; with FLEET_PS_FOLDER, save, start them with an empty folder, and load "
             "the save."
         )
-    return spec.get("shapes") is not None and known.get("shapes") is None
 
 
 def difference_of_specs(known: Mapping[str, Any], spec: Mapping[str, Any]) -> str:

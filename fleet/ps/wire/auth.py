@@ -19,8 +19,6 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout
 
-__all__ = ["GREETING_BYTES", "AuthenticationError", "check_secret", "prove_to_server", "prove_to_worker", "turn_away"]
-
 _GREETING, _FULL = b"FLEET-PS-AUTH-2\0", b"FLEET-PS-FULL-2\0"
 _NONCE_BYTES = 32
 _SIZE_BYTES = 2

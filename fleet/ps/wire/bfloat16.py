@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["from_bfloat16", "to_bfloat16"]
-
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Returns ``values`` rounded to bfloat16, each as the uint16 of its bits; not-a-number stays not-a-number."""

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["BodyDigest"]
-
 JOINED_BYTES = 1 << 16  # up to here joining the buffers is cheaper than taking the address of each
 
 

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from fleet.errors import PSError
 
-__all__ = ["COUNT_BYTES", "NotShared", "count_in", "make_memory", "open_memory"]
-
 COUNT_BYTES = 8
 
 _NAME = "fleet-ps-{}"

@@ -19,29 +19,6 @@ from numpy.typing import NDArray
 
 from fleet.errors import PSError
 
-__all__ = [
-    "HEADER_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_CONTROL_BYTES",
-    "PART_BYTES",
-    "Buffer",
-    "MessageFlag",
-    "Header",
-    "MessageError",
-    "Op",
-    "TablePart",
-    "Status",
-    "asks_rows",
-    "control_body",
-    "decode_control",
-    "decode_header",
-    "decode_parts",
-    "encode_header",
-    "encode_parts",
-    "is_in_memory",
-    "places_of_rows",
-]
-
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"FLPS"

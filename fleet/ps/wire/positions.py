@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from fleet.ps.wire.messages import MAX_CONTROL_BYTES, Buffer, MessageError
 
-__all__ = ["Positions", "positions_tail", "split_positions"]
-
 # By source and partition: the offset at which this worker began to read, and the one after the last event that the
 # push and those before it hold.
 Positions: TypeAlias = dict[str, dict[str, tuple[int, int]]]

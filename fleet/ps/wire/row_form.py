@@ -29,8 +29,6 @@ from fleet.errors import ConfigError
 from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
 from fleet.ps.wire.messages import TablePart
 
-__all__ = ["WIRE_FORMS", "Remainders", "check_wire", "from_int8", "to_int8", "wide_parts", "wire_parts"]
-
 WIRE_FORMS = ("float32", "bfloat16", "int8")
 _MAX_BYTES = 64 << 20  # of the remainders of one table
 _FIRST_PLACES = 1 << 12

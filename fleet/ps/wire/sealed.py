@@ -15,8 +15,6 @@ from fleet.ps.wire.messages import HEADER_BYTES, Buffer, MessageError, is_in_mem
 from fleet.ps.wire.shared_bodies import LEAST_BYTES, ROOM_BYTES, SharedBodies
 from fleet.ps.wire.transport import Connection
 
-__all__ = ["Sealed"]
-
 _NOTHING = memoryview(b"")
 SMALL_BODY_BYTES = 1024  # up to here HMAC alone is faster than HMAC over a digest of the body
 

@@ -30,8 +30,6 @@ import numpy as np
 from fleet.ps.wire.memory_file import NotShared, make_memory, open_memory
 from fleet.ps.wire.messages import Buffer
 
-__all__ = ["LEAST_BYTES", "ROOM_BYTES", "NotShared", "SharedBodies"]
-
 LEAST_BYTES = 1 << 12  # up to here a body costs less on the socket
 ROOM_BYTES = 1 << 26  # of each direction; larger bodies go by the socket
 MOST_OPENED = 64  # of other processes at a time: each takes a descriptor, and up to twice ROOM_BYTES of memory

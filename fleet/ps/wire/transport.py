@@ -22,17 +22,6 @@ from fleet._addresses import is_loopback, join_endpoint, split_endpoint
 from fleet.errors import PSError
 from fleet.ps.wire.messages import Buffer
 
-__all__ = [
-    "Connection",
-    "ConnectionLost",
-    "Acceptor",
-    "PeerRefused",
-    "SocketTransport",
-    "TransferTimeout",
-    "Transport",
-    "stays_here",
-]
-
 _TICK_S = 1.0  # how often a blocked call checks its deadline
 _MAX_VECTORS = 512  # below IOV_MAX of all systems
 _BUFFER_BYTES = 4 << 20
@@ -267,9 +256,7 @@ class SocketListener:
     def close(self) -> None:
         """Stops listening and removes the path of a Unix socket."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        _end(self._sock)
         if self.endpoint.startswith("unix:"):
             with contextlib.suppress(OSError):
                 os.unlink(self.endpoint[5:])
@@ -348,9 +335,13 @@ class SocketConnection:
 
     def close(self) -> None:
         """Ends the stream."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        _end(self._sock)
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def _is_here(sock: socket.socket) -> bool:
@@ -434,9 +425,7 @@ class TlsConnection:
 
     def close(self) -> None:
         """Ends the stream."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        _end(self._sock)
 
 
 class _LateTls:
@@ -471,6 +460,4 @@ class _LateTls:
         return _is_cut(self._sock)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        _end(self._sock)

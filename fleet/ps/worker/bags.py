@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from fleet.errors import ConfigError
 
-__all__ = ["COMBINERS", "Bags", "bags_of", "combined", "keys_of_slots"]
-
 COMBINERS = ("none", "sum", "mean")
 
 Keys = NDArray[np.int64]

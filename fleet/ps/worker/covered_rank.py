@@ -24,8 +24,6 @@ from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["CoveredRank", "LostRanks"]
-
 _ASK_EVERY = 8  # questions in the time of a lease
 
 

@@ -24,8 +24,6 @@ from fleet.errors import NanInfError, PSError
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.trainer_group import TrainerGroup
 
-__all__ = ["DenseExchange", "Round"]
-
 _RATE_PARTS = 3
 
 

@@ -16,8 +16,6 @@ from fleet.ps.client.shards import Rows
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.ids import copy_for_others
 
-__all__ = ["DensePart", "GroupPlace", "is_plain"]
-
 _HOST = torch.device("cpu")
 _LARGE_BYTES = 1 << 18  # what the caches of two processors exchange as fast
 

@@ -23,8 +23,6 @@ from fleet.ps.client.shards import Rows
 from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.mapped_parameters import MappedParameters
 
-__all__ = ["DenseWatch", "MaskOf"]
-
 MaskOf = Callable[[Tensor], Tensor | None]
 
 _FIRST, _EVERY = 4, 64  # values of the servers that are compared as a whole

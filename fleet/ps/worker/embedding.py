@@ -21,8 +21,6 @@ from fleet.ps.worker.bags import COMBINERS, Bags, bags_of, combined, keys_of_slo
 from fleet.ps.worker.lookup import LocalRows, RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight
 
-__all__ = ["COMBINERS", "SparseEmbedding", "scale_gradient"]
-
 Ids = Tensor | Sequence[Any]
 _INT64 = (-(2**63), 2**63 - 1)
 

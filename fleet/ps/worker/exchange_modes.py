@@ -30,8 +30,6 @@ from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, Push, SenderCon
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["MODES", "AsyncExchange", "Coming", "GeoExchange", "HalfAsyncExchange", "ServerExchange", "SyncExchange"]
-
 MODES = ("sync", "half_async", "async", "geo")
 Gradients = Mapping[int, Gradient | Rows]
 

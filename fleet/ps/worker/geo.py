@@ -22,8 +22,6 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import KeyPlaces, in_pieces, train_rows
 
-__all__ = ["GeoCommunicator", "GeoRows", "WholeGeoRows"]
-
 
 def _pieces(size: int) -> Iterator[slice]:
     """Yields slices of ``size`` elements that stay in the processor's cache through several operations."""

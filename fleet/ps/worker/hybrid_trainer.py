@@ -27,8 +27,6 @@ from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.ps.worker.trainer_group import TrainerGroup
 
-__all__ = ["STATE_FILE", "HybridTrainer"]
-
 STATE_FILE = "trainer.pt"  # in a save: the state of the trainers' optimizer
 _FILE, _PROBLEM = b"1", b"0"  # before what trainer 0 has read, and before the reason why it has read nothing
 

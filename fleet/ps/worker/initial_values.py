@@ -14,8 +14,6 @@ from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
 
-__all__ = ["give_initial_values", "wait_for_values"]
-
 _POLL_S = 0.05
 
 

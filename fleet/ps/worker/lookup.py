@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,21 +24,10 @@ from fleet.ps.table.ids import UniqueKeys
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
 
-__all__ = ["ComingRows", "LocalRows", "RowLookup", "RowSource", "TrainedRows"]
-
 Counts = NDArray[np.float32]
 
 
-class RowSource(Protocol):
-    """Where rows come from."""
-
-    trains: bool  # whether gradients are sent back
-
-    def rows(self, keys: Keys) -> Rows:
-        """Returns a fresh float32 [n, dim] array of the rows of distinct ``keys``."""
-
-    def ahead(self, keys: Keys) -> ComingRows | None:
-        """Requests the rows of the next step; returns ``None`` where they are here already."""
+RowSource: TypeAlias = "LocalRows | TrainedRows"
 
 
 class ComingRows(Protocol):
@@ -56,7 +45,7 @@ class LocalRows:
         (1, 4)
     """
 
-    trains = False
+    trains = False  # whether gradients are sent back
 
     def __init__(self, config: SparseTableConfig) -> None:
         self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
@@ -73,7 +62,8 @@ class TrainedRows:
     """Rows of a table on servers, which its optimizer trains.
 
     Args:
-        rows, ahead: as in :class:`RowSource`.
+        rows: returns a fresh float32 [n, dim] array of the rows of distinct keys.
+        ahead: requests the rows of the next step; returns ``None`` where they are here already.
         is_open: whether the servers can be asked.
     """
 

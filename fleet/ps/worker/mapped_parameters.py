@@ -39,8 +39,6 @@ from fleet.ps.client.shards import Rows
 from fleet.ps.wire.memory_file import NotShared, count_in, open_memory
 from fleet.ps.worker.dense_part import DensePart, is_plain
 
-__all__ = ["LEAST_MAPPED_BYTES", "MappedParameters"]
-
 LEAST_MAPPED_BYTES = 1 << 16  # copying less is as fast as asking the system what was written
 _ENTRY_BYTES = 8  # of the page map: one number for each page
 _FILE_BIT = 61  # of it: the page is the file's; the two bits above it: it is in memory, it is in swap

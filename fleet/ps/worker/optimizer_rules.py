@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.table.rules import LEARNING_RATE, Rule
 
-__all__ = ["SERVED_OPTIMIZERS", "check_geo_optimizer", "rule_of_group"]
-
 SERVED_OPTIMIZERS = "torch.optim.SGD (with momentum or without), Adam, Adagrad and SparseAdam"
 Group = Mapping[str, Any]
 

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from fleet.errors import CheckpointError
 from fleet.ps.worker.dense_part import DensePart
 
-__all__ = ["check_state"]
-
 _REMEDY = "If only the optimizer differs, remove the file to begin with a new state."
 
 

@@ -33,8 +33,6 @@ from fleet.ps.wire.messages import MessageError
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
-__all__ = ["OLD_S", "RowReplicas", "make_replicas"]
-
 OLD_S = 0.2
 _MOST_WORKERS = 4  # each receives what all of them change; with more, the rows of its own batches are fewer
 _REST_TIMES = 9.0

@@ -41,19 +41,6 @@ from fleet.ps.client.merge import merge_gradients, with_distinct_ids
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.wire.positions import Positions
 
-__all__ = [
-    "AsyncSender",
-    "GradientQueue",
-    "HalfAsyncSender",
-    "LateGradient",
-    "Push",
-    "SenderConfig",
-    "StepCount",
-    "Waiting",
-    "by_step",
-    "sum_waiting",
-]
-
 Push = Callable[..., Ticket]  # a push to be made, with what takes its answer: ``out`` and ``changed`` of Client.push
 
 _POLL_S = 0.01

@@ -22,8 +22,6 @@ from fleet.ps.worker.embedding import scale_gradient
 from fleet.ps.worker.lookup import RowLookup
 from fleet.ps.worker.served_weight import WatchesWeight, as_plain, no_hook
 
-__all__ = ["ServedEmbedding", "check_embeddings", "has_rows", "serve_embeddings"]
-
 MANY_IDS = 1 << 10  # from so many on a call of Python costs less than it saves
 
 

@@ -25,8 +25,6 @@ from fleet.errors import ConfigError, OptionWarning
 if TYPE_CHECKING:
     from fleet.ps.worker.lookup import RowLookup
 
-__all__ = ["ServedWeight", "WatchesWeight", "as_plain", "no_hook"]
-
 MANY_ROWS = 1 << 16
 as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which the weight is an ordinary tensor
 

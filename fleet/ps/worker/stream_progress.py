@@ -10,8 +10,6 @@ from fleet.errors import ConfigError
 from fleet.ps.server.stream_points import CLOCK
 from fleet.ps.wire.positions import Positions
 
-__all__ = ["Resumption", "StreamProgress", "resumption_of"]
-
 Offsets: TypeAlias = dict[str, dict[str, int]]  # by source and partition: the offset after the last event
 
 

@@ -13,8 +13,6 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
 
-__all__ = ["configure_table"]
-
 _STATISTICS = tuple(f.name for f in fields(Accessor) if f.name not in ("kind", "zero_init", "create_by_score"))
 # What makes a table one of Paddle's: adagrad divides by shows. A rate, bounds or a range alone change no statistics.
 _OF_ACCESSOR = (*_STATISTICS, "zero_init", "sparse_accessor_class", "embedx_dim", "sparse_optimizer")

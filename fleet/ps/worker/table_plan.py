@@ -22,8 +22,6 @@ from fleet.ps.worker.mapped_parameters import MappedParameters
 from fleet.ps.worker.optimizer_rules import rule_of_group
 from fleet.ps.worker.served_embedding import ServedEmbedding
 
-__all__ = ["SparsePart", "TablePlan", "plan_tables"]
-
 Configure = Callable[[SparseTableConfig], SparseTableConfig]
 FLAT = "dense"
 

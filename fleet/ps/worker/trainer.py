@@ -39,8 +39,6 @@ from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
 
-__all__ = ["Trainer", "TrainerConfig", "check_nothing_lost", "rejoin"]
-
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
 _ENDS = {"load": (NothingLoaded, "loaded"), "save": (PSError, "saved"), "shrink": (PSError, "deleted")}
 START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"

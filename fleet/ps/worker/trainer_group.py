@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,20 +11,8 @@ from torch import Tensor
 
 from fleet.errors import PSError
 
-__all__ = ["ProcessGroupTrainers", "SingleTrainer", "TrainerGroup"]
-
-
-class TrainerGroup(Protocol):
-    """All trainers of the job; each makes the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts to replace ``tensor`` with its sum over all trainers; call the result to wait for it."""
-
-    def copy_from_0(self, tensor: Tensor) -> None:
-        """Replaces ``tensor`` with that of trainer 0."""
+# All trainers of the job, each of which makes the same calls in the same order.
+TrainerGroup: TypeAlias = "SingleTrainer | ProcessGroupTrainers"
 
 
 class SingleTrainer:
@@ -37,7 +25,7 @@ class SingleTrainer:
     rank, size = 0, 1
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Does nothing: ``tensor`` is the sum already."""
+        """Does nothing: ``tensor`` is the sum over all trainers already."""
         return lambda: None
 
     def copy_from_0(self, tensor: Tensor) -> None:
@@ -53,7 +41,10 @@ class ProcessGroupTrainers:
         self.size = dist.get_world_size(group)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts the all-reduce; the wait raises PSError when a trainer is gone."""
+        """Starts to replace ``tensor`` with its sum over all trainers; call the result to wait for it.
+
+        The wait raises PSError when a trainer is gone.
+        """
         work: Any = self._tried(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
         def wait() -> None:
@@ -62,7 +53,7 @@ class ProcessGroupTrainers:
         return wait
 
     def copy_from_0(self, tensor: Tensor) -> None:
-        """Broadcasts; raises PSError when a trainer is gone."""
+        """Replaces ``tensor`` with trainer 0's; raises PSError when a trainer is gone."""
         source = dist.get_global_rank(self._group, 0)
         self._tried(lambda: dist.broadcast(tensor, src=source, group=self._group))
 

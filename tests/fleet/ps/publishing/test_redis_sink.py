@@ -157,10 +157,6 @@ def test_rows_of_another_form_and_names_that_could_be_mistaken_are_refused(redis
     for server in (0, 1):  # at the start of a job, before there is a delta
         with pytest.raises(ConfigError, match=r"rows as float32, and these are int8.*fleet:shop:\*"):
             sink_of(redis.url, "shop", "int8").position(server)
-    with redis.client() as client:  # of an earlier version
-        state = {"history": "00000001-a", "watermark": 4, "step": 5, "pushed_at": 1.5, "num_servers": 1}
-        client.hset("fleet:shop:position", "0", json.dumps(state))
-    assert sink_of(redis.url, "shop", "int8").position(0) == ("00000001-a", 4)
     table = RowsDelta("position", np.empty(0, np.int64), np.empty((0, 3), np.float32), np.empty(0, np.int64))
     with pytest.raises(ConfigError, match="'position' cannot be published to Redis"):
         sink_of(redis.url, "shop", "float32").write(Delta("shop", 0, 1, "00000001-a", 4, 5, 0, 0.0, False, (table,)))

@@ -233,11 +233,10 @@ def test_a_worker_whose_parameters_have_other_shapes_is_refused():
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_table_that_an_earlier_version_kept_learns_its_shapes(tmp_path, snapshot):
-    """Its journal and its snapshots have none: the first worker says them, and is not refused with another table."""
+def test_shapes_are_compared_behind_a_restart_and_at_a_load(tmp_path, snapshot):
     dense, folder = replace(DENSE, shapes=((2, 2), (1,))), str(tmp_path / "save")
     with serving(folder=tmp_path / "s", num_workers=2) as service:
-        client = service.client()
+        client = service.client(tables={0: SPARSE, 1: dense})
         client.wait(client.push({1: np.arange(5, dtype=np.float32)}))
         if snapshot:
             client.snapshot()
@@ -245,7 +244,7 @@ def test_a_table_that_an_earlier_version_kept_learns_its_shapes(tmp_path, snapsh
         service.start(0)
         one, two = (service.client(rank, tables={}) for rank in range(2))
         with pytest.raises(PSError, match="dim is 2 there"):
-            one.create_tables({1: replace(DENSE, shapes=((5,),)), 0: replace(SPARSE, dim=3)})
+            one.create_tables({1: dense, 0: replace(SPARSE, dim=3)})
         one.create_tables({0: SPARSE, 1: dense})
         with pytest.raises(PSError, match=r"parameter 0 is \[2, 2\] there and \[4\] here"):
             two.create_tables({0: SPARSE, 1: replace(DENSE, shapes=((4,), (1,)))})
