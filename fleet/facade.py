@@ -114,17 +114,17 @@ class Fleet:
 
         A single process gets a warning and ``None``. A second call returns the existing group.
         """
-        if self._session is None or not self._session.collective:
+        if self._session is None or not self._session.job.collective:
             self.init(is_collective=True)
         session = self._need("init_parallel_env")
-        if session.world_size < 2:
+        if session.job.world_size < 2:
             warnings.warn(
                 "init_parallel_env(): one process was started, so there is nothing to connect. "
                 "Start several with: python -m fleet.launch --nproc_per_node=2 SCRIPT",
                 OptionWarning,
                 stacklevel=2,
             )
-        return session.process_group
+        return session.job.process_group
 
     def prepare_context(self, strategy: object = None) -> dist.ProcessGroup | None:
         """Does what :meth:`init_parallel_env` does; the name in older releases."""
@@ -138,13 +138,13 @@ class Fleet:
 
     def worker_index(self) -> int:
         """Returns the rank of this worker in the job; ``rank`` is the same."""
-        return self._need("worker_index").global_rank
+        return self._need("worker_index").job.global_rank
 
     rank = worker_index
 
     def worker_num(self) -> int:
         """Returns the number of workers; ``nranks`` and ``world_size`` are the same."""
-        return self._need("worker_num").world_size
+        return self._need("worker_num").job.world_size
 
     nranks = worker_num
     world_size = worker_num
@@ -159,15 +159,15 @@ class Fleet:
             >>> fleet.data_rank(), fleet.data_replicas()  # mp 2 on workers 0 and 1: one replica
             (0, 1)
         """
-        return self._need("data_rank").data_rank
+        return self._need("data_rank").job.data_rank
 
     def data_replicas(self) -> int:
         """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
-        return self._need("data_replicas").data_replicas
+        return self._need("data_replicas").job.data_replicas
 
     def node_num(self) -> int:
         """Returns the number of hosts the workers run on."""
-        return self._need("node_num").record.num_nodes
+        return self._need("node_num").job.record.num_nodes
 
     def local_rank(self) -> int:
         """Returns the rank of this worker on its node; 0 in a single process."""
@@ -175,11 +175,11 @@ class Fleet:
 
     def local_device_ids(self) -> list[int]:
         """Returns the device ids of this worker."""
-        return list(self._need("local_device_ids").record.local_device_ids)
+        return list(self._need("local_device_ids").job.record.local_device_ids)
 
     def world_device_ids(self) -> list[int]:
         """Returns the device ids of every worker, in rank order."""
-        return list(self._need("world_device_ids").record.world_device_ids)
+        return list(self._need("world_device_ids").job.record.world_device_ids)
 
     def is_worker(self) -> bool:
         """Returns whether this process trains."""
@@ -205,7 +205,7 @@ class Fleet:
 
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
         """Returns the address of every worker, as a list or joined by commas."""
-        endpoints = list(self._need("worker_endpoints").record.worker_endpoints)
+        endpoints = list(self._need("worker_endpoints").job.record.worker_endpoints)
         return ",".join(endpoints) if to_string else endpoints
 
     @overload
@@ -219,12 +219,12 @@ class Fleet:
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
         """Returns the address of every parameter server, as a list or joined by commas."""
-        endpoints = list(self._need("server_endpoints").record.server_endpoints)
+        endpoints = list(self._need("server_endpoints").job.record.server_endpoints)
         return ",".join(endpoints) if to_string else endpoints
 
     def server_num(self) -> int:
         """Returns the number of parameter servers."""
-        return len(self._need("server_num").record.server_endpoints)
+        return len(self._need("server_num").job.record.server_endpoints)
 
     def server_index(self) -> int:
         """Returns the index of this parameter server; raises ConfigError on a worker."""
@@ -432,7 +432,7 @@ class Fleet:
             CheckpointError: ``output`` is a file, or cannot be written.
         """
         session = self._need("save_group_sharded_model")
-        group_sharded.save_states(model, output, optimizer, session.global_rank == 0)
+        group_sharded.save_states(model, output, optimizer, session.job.global_rank == 0)
         self.barrier_worker()
 
     def get_hybrid_communicate_group(self) -> HybridCommunicateGroup:
@@ -749,7 +749,7 @@ class Fleet:
 
         check_strategy("fleet.explain(strategy)", strategy)
         options = self._need("explain").options if strategy is None else strategy
-        size = world_size or (self._session.world_size if self._session else 2)
+        size = world_size or (self._session.job.world_size if self._session else 2)
         models = [model.module for model in self._session.models] if strategy is None and self._session else []
         return explain(options, size, collective=not _has_servers(self._session, options), models=models)
 
@@ -816,7 +816,7 @@ def _has_servers(session: Session | None, options: DistributedStrategy) -> bool:
     meant = options.is_set("a_sync") or options.is_set("a_sync_configs")
     if session is None:
         return meant
-    return not session.collective or (meant and session.server_job is not None)
+    return not session.job.collective or (meant and session.server_job is not None)
 
 
 def check_strategy(label: str, strategy: object) -> None:

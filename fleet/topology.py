@@ -283,9 +283,9 @@ class HybridCommunicateGroup:
         session = session or _running()
         _check_layout(topology, session.degrees)
         self._topology, self._session = topology, session
-        self._axes = session.axes
+        self._axes = session.job.axes
         self._alone: dist.ProcessGroup | None = None
-        self.global_rank, self.nranks = session.global_rank, session.world_size
+        self.global_rank, self.nranks = session.job.global_rank, session.job.world_size
         self.stage_id = self._axes.rank("pp")
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self._axes.size("pp") - 1
 
@@ -416,13 +416,13 @@ class HybridCommunicateGroup:
 
     def _communicate_group(self, axes: tuple[str, ...]) -> CommunicateGroup:
         ranks = self._axes.ranks(*axes)
-        several = 1 < len(ranks) < self.nranks and self._session.process_group is not None
+        several = 1 < len(ranks) < self.nranks and self._session.job.process_group is not None
         group = self._axes.group(*axes) if several else self._process_group(len(ranks))
         return CommunicateGroup(ranks, self.global_rank, group)
 
     def _process_group(self, num_workers: int) -> dist.ProcessGroup | None:
         """Returns the group of all workers, or of this one alone."""
-        everyone = self._session.process_group
+        everyone = self._session.job.process_group
         if everyone is None or num_workers == self.nranks:
             return everyone
         if self._alone is None:

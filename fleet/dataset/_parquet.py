@@ -297,7 +297,7 @@ def _transformed(found: Mapping[str, Any], transforms: Transforms, names: Sequen
 def _place() -> tuple[int, int]:
     """Returns this worker's number among those with rows of their own, and how many there are."""
     session = running_session()
-    return (0, 1) if session is None else (session.data_rank, session.data_replicas)
+    return (0, 1) if session is None else (session.job.data_rank, session.job.data_replicas)
 
 
 def _rows(part: Mapping[str, Tensor], columns: Sequence[str]) -> int:

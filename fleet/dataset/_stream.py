@@ -223,7 +223,7 @@ class StreamDataset(IterableDataset[Any]):
         if self._reader is not None:
             return self._reader
         session = running_session()
-        rank, size = (0, 1) if session is None else (session.data_rank, session.data_replicas)
+        rank, size = (0, 1) if session is None else (session.job.data_rank, session.job.data_replicas)
         count = self._source.partitions()
         if count < size:
             raise ConfigError(

@@ -138,4 +138,4 @@ def _dump_of(session: Session | None) -> Dump:
             f"trainer_desc_configs['dump_param'] names {served[0]!r}, whose rows are on the parameter servers; "
             "fleet.save_persistables() writes them. Name dense parameters."
         )
-    return Dump(wanted.dump_fields_path, wanted.dump_fields, chosen, session.global_rank)
+    return Dump(wanted.dump_fields_path, wanted.dump_fields, chosen, session.job.global_rank)

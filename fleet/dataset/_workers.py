@@ -133,19 +133,19 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     session = fleet.session
     if not session.role_maker.is_worker():
         raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
-    if session.world_size == 1:
+    if session.job.world_size == 1:
         return OneWorker()
     group = session.job.host_group
     if group is None:
         raise UnsupportedOptionError(
-            f"{call}(fleet): the {session.world_size} workers of this job have no rendezvous address. Start it with "
-            "--with_gloo=1, or set PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, or call "
-            "it without fleet, for only this worker's samples."
+            f"{call}(fleet): the {session.job.world_size} workers of this job have no rendezvous address. Start it "
+            "with --with_gloo=1, or set PADDLE_WITH_GLOO=1 and PADDLE_GLOO_HTTP_ENDPOINT to host:port of worker 0, or "
+            "call it without fleet, for only this worker's samples."
         )
-    replicas = session.data_replicas
-    if replicas == session.world_size:
+    replicas = session.job.data_replicas
+    if replicas == session.job.world_size:
         return GlooWorkers(group)
-    return ReplicaWorkers(group, session.axes)
+    return ReplicaWorkers(group, session.job.axes)
 
 
 def sum_over(group: WorkerGroup, value: int) -> int:

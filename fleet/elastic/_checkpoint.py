@@ -115,11 +115,11 @@ class Checkpoint(PeriodicSave):
         self._counted_from = session.job.num_steps
         self._saved_at = 0
         self._has_written = self._has_resumed = self._is_superseded = False
-        self._is_shared: bool | None = True if session.world_size == 1 else None
+        self._is_shared: bool | None = True if session.job.world_size == 1 else None
         self._begun: Path | None = None
         environment = Environment()
         self._faults = Faults.read(
-            environment.raw("FLEET_FAULTS"), session.global_rank, environment.int("FLEET_GENERATION")
+            environment.raw("FLEET_FAULTS"), session.job.global_rank, environment.int("FLEET_GENERATION")
         )
         self._noted: tuple[int, Any] | None = None  # the position in the data after a step, and which
         session.job.listeners.get(BatchLoops).add(self)
@@ -197,7 +197,7 @@ class Checkpoint(PeriodicSave):
         self._session.job.beat(pause=True)
         self._session.job.meet("Checkpoint.resume()")
         self._raise_on_all(self._background.finish())
-        restore = Restore(self._session, self.path, self._model, self._chain)
+        restore = Restore(self._session.job, self.path, self._model, self._chain)
         found = restore.find()
         self._has_resumed, self._is_superseded = True, False
         if found is not None:
@@ -271,11 +271,11 @@ class Checkpoint(PeriodicSave):
             "stranger": stranger,
             "name": "" if stranger else self._next_name(),
             "step": self.step,
-            "own": self._session.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
+            "own": self._session.job.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
             "token": secrets.token_hex(6),
             "data": self._position(),
             "random": take_random(),
-            "place": {**self._session.axes.coordinate(), "data": self._session.data_rank},
+            "place": {**self._session.job.axes.coordinate(), "data": self._session.job.data_rank},
         }
         reports = [from_bytes(data) for data in self._session.job.util.all_gather(to_bytes(report))]
         self._remove_unfinished()
@@ -301,7 +301,7 @@ class Checkpoint(PeriodicSave):
 
     def _stranger(self) -> str:
         """Returns, on worker 0, the name of a checkpoint in the folder that this run does not continue."""
-        if self._session.global_rank or self._has_written or self._has_resumed:
+        if self._session.job.global_rank or self._has_written or self._has_resumed:
             return ""
         with contextlib.suppress(CheckpointError):  # an unreadable folder is reported by the write
             for path in candidates(self.path):
@@ -312,7 +312,7 @@ class Checkpoint(PeriodicSave):
 
     def _next_name(self) -> str:
         """Returns, on worker 0, the name of the next checkpoint; before the first, removes what dead saves left."""
-        if self._session.global_rank:
+        if self._session.job.global_rank:
             return ""
         if not self._has_written:
             with contextlib.suppress(CheckpointError, OSError):  # an unreadable folder is reported by the write
@@ -333,11 +333,11 @@ class Checkpoint(PeriodicSave):
         if self._is_shared or (self._is_shared is False and not own):
             return self._is_shared
         folder = LocalFolder(self.path / first["name"])
-        if self._session.global_rank == 0:
+        if self._session.job.global_rank == 0:
             with contextlib.suppress(CheckpointError):  # the write says so
                 mark(folder, first["token"])
         blind = blind_workers(folder, first["token"], self._session.job, _OWN_VISIBLE_S if own else _VISIBLE_S)
-        if blind and self._session.global_rank == 0:
+        if blind and self._session.job.global_rank == 0:
             remove_unfinished(Path(folder.path))
         if not blind:
             self._is_shared = True
@@ -363,7 +363,7 @@ class Checkpoint(PeriodicSave):
         is_shared = self._all_see(reports[0], own)
         self._begun = self.path / reports[0]["name"]
         objects = {"model": self._model, "optimizer": self._chain, "scheduler": self._scheduler}
-        if session.global_rank == 0:
+        if session.job.global_rank == 0:
             objects["run"] = self._rest(reports)
         try:
             given = {key: found for key, found in objects.items() if found is not None}
@@ -371,13 +371,13 @@ class Checkpoint(PeriodicSave):
         except FleetError as error:  # every worker must know
             problem = f"{error}"
         if not is_shared:
-            taken = gathered(taken, problem, workers_of(session), call)
+            taken = gathered(taken, problem, workers_of(session.job), call)
         return ShareWrite(
             path=self.path / reports[0]["name"],
             token=reports[0]["token"],
             step=self.step,
-            rank=session.global_rank,
-            world_size=session.world_size,
+            rank=session.job.global_rank,
+            world_size=session.job.world_size,
             keep=self.keep,
             taken=taken,
             problem=problem,
@@ -390,12 +390,12 @@ class Checkpoint(PeriodicSave):
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "world_size": self._session.world_size,
+            "world_size": self._session.job.world_size,
             "k_steps": max((window["k_steps"] for window in windows(state).values()), default=1),
             "kinds": kinds_of(self._chain, self._scheduler),
             "extra": dict(self.extra),
-            "degrees": {**self._session.axes.degrees, **self._session.axes.experts},
-            "replicas": self._session.data_replicas,
+            "degrees": {**self._session.job.axes.degrees, **self._session.job.axes.experts},
+            "replicas": self._session.job.data_replicas,
             "workers": [{name: found[name] for name in ("data", "random", "place")} for found in reports],
         }
 
@@ -411,7 +411,7 @@ class Checkpoint(PeriodicSave):
 
     def _raise_on_all(self, error: str) -> None:
         errors = [error]
-        if self._session.world_size > 1:
+        if self._session.job.world_size > 1:
             errors = [f"{found}" for found in self._session.job.util.all_gather(error or " ")]
         self._remove_unfinished()
         _raise_first(errors, "it was not written")
@@ -419,13 +419,13 @@ class Checkpoint(PeriodicSave):
     def _remove_unfinished(self) -> None:
         """Removes, on worker 0, what a failed save has left; no worker is writing any more."""
         begun, self._begun = self._begun, None
-        if begun is not None and self._session.global_rank == 0:
+        if begun is not None and self._session.job.global_rank == 0:
             remove_unfinished(begun)
 
     def _raise_failed(self) -> None:
         """Raises CheckpointError if the checkpoint that is being written has failed; does not wait."""
         if error := self._background.failed():
-            rank = self._session.global_rank
+            rank = self._session.job.global_rank
             raise CheckpointError(f"Checkpoint: the previous checkpoint was not written; worker {rank}: {error}")
 
 

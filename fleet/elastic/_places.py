@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 # Axes along which workers hold different parts of the model, or of a sequence.
 _PARTS = ("pp", "sep", "cp", "mp", "ep")
@@ -17,30 +17,30 @@ def replicas_of(rest: Mapping[str, Any]) -> int:
     return int(rest.get("replicas", rest["world_size"]))
 
 
-def is_same_mesh(rest: Mapping[str, Any], session: Session) -> bool:
+def is_same_mesh(rest: Mapping[str, Any], job: Job) -> bool:
     """Returns whether every worker holds the part of the model that the worker of its rank held at the save."""
-    if rest["world_size"] != session.world_size or replicas_of(rest) != session.data_replicas:
+    if rest["world_size"] != job.world_size or replicas_of(rest) != job.data_replicas:
         return False
     saved = rest.get("degrees", {})
-    if any(saved.get(axis, 1) != session.axes.size(axis) for axis in _PARTS):
+    if any(saved.get(axis, 1) != job.axes.size(axis) for axis in _PARTS):
         return False
-    mine = rest["workers"][session.global_rank].get("place")
-    return mine is None or (mine["data"] == session.data_rank and _parts(mine) == _parts(session.axes.coordinate()))
+    mine = rest["workers"][job.global_rank].get("place")
+    return mine is None or (mine["data"] == job.data_rank and _parts(mine) == _parts(job.axes.coordinate()))
 
 
-def predecessor(rest: Mapping[str, Any], session: Session) -> Mapping[str, Any] | None:
+def predecessor(rest: Mapping[str, Any], job: Job) -> Mapping[str, Any] | None:
     """Returns what the worker of a checkpoint saved that this worker continues; ``None`` where there is none.
 
     With as many replicas on another mesh, that is the first worker that trained on the same data: workers that hold
     one copy of the model together need equal streams.
     """
-    if is_same_mesh(rest, session):
-        found: Mapping[str, Any] = rest["workers"][session.global_rank]
+    if is_same_mesh(rest, job):
+        found: Mapping[str, Any] = rest["workers"][job.global_rank]
         return found
-    if replicas_of(rest) != session.data_replicas:
+    if replicas_of(rest) != job.data_replicas:
         return None
     for rank, worker in enumerate(rest["workers"]):
-        if worker.get("place", {"data": rank})["data"] == session.data_rank:
+        if worker.get("place", {"data": rank})["data"] == job.data_rank:
             first: Mapping[str, Any] = worker
             return first
     return None

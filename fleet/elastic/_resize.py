@@ -15,7 +15,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.options import DistributedStrategy
 
 if TYPE_CHECKING:
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
 # Learning rates that schedulers store in a parameter group.
@@ -160,13 +160,13 @@ def rescale(optimizer: Optimizer, scheduler: Any, declared: list[float | None]) 
                     rates[place] = rates[place] * (scale / saved)
 
 
-def warn_of_resize(saved: dict[str, Any], session: Session, k_steps: int, declared: list[float | None]) -> None:
+def warn_of_resize(saved: dict[str, Any], job: Job, k_steps: int, declared: list[float | None]) -> None:
     """Warns when the global batch differs from the checkpoint's and no rule was declared."""
-    before, after = replicas_of(saved) * saved["k_steps"], session.data_replicas * k_steps
+    before, after = replicas_of(saved) * saved["k_steps"], job.data_replicas * k_steps
     if before == after or (declared and None not in declared):
         return
     warnings.warn(
-        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {session.world_size}; an update now "
+        f"Checkpoint.resume(): saved by {saved['world_size']} workers, resumed by {job.world_size}; an update now "
         f"takes {after} batches instead of {before}, with the same learning rate. Declare what you want: "
         "fleet.elastic.keep_global_batch(strategy, workers=...) or fleet.elastic.scale_lr(optimizer, workers=...).",
         OptionWarning,

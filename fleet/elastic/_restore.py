@@ -45,7 +45,7 @@ from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 _VISIBLE_S = 5.0
 _POLL_S = 0.02
@@ -73,17 +73,17 @@ class Found:
 
 
 class Restore:
-    """Loads one checkpoint of ``folder`` into ``model`` and ``optimizer`` on all workers of ``session``."""
+    """Loads one checkpoint of ``folder`` into ``model`` and ``optimizer`` on all workers of ``job``."""
 
-    def __init__(self, session: Session, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._session, self._folder = session, folder
+    def __init__(self, job: Job, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._job, self._folder = job, folder
         self._model, self._optimizer = model, optimizer
-        self._is_first = session.global_rank == 0
+        self._is_first = job.global_rank == 0
         self._elsewhere: set[str] = set()  # names of the state that only other stages of a pipeline hold
 
     def find(self) -> Found | None:
         """Returns the newest complete checkpoint, or None; a collective call."""
-        self._elsewhere = names_elsewhere(self._model, self._session)
+        self._elsewhere = names_elsewhere(self._model, self._job)
         waiting = self._whole_ones() if self._is_first else iter(())
         while True:
             offered, problem = None, ""
@@ -125,7 +125,7 @@ class Restore:
         if optimizer is not None:
             rescale(optimizer, scheduler, declared)
             now = max((w["k_steps"] for w in windows(optimizer_state(optimizer)).values()), default=1)
-            warn_of_resize(found.rest, self._session, now, declared)
+            warn_of_resize(found.rest, self._job, now, declared)
         return found.rest
 
     def data_of(self, rest: dict[str, Any], is_shared: bool, join: Callable[[list[Any]], Any] | None = None) -> Any:
@@ -134,7 +134,7 @@ class Restore:
         ``join`` makes one position of those of all workers, for data that can be divided anew.
         """
         positions = [worker["data"] for worker in rest["workers"]]
-        mine = predecessor(rest, self._session)
+        mine = predecessor(rest, self._job)
         if mine is not None:
             return mine["data"]
         if is_shared or all(position == positions[0] for position in positions):
@@ -143,7 +143,7 @@ class Restore:
             return join(positions)
         raise CheckpointError(
             f"Checkpoint.resume(): {len(positions)} workers saved a position in the data each, and there "
-            f"are {self._session.world_size} now. Use fleet.elastic.ElasticSampler, which any number can resume."
+            f"are {self._job.world_size} now. Use fleet.elastic.ElasticSampler, which any number can resume."
         )
 
     def put_random(self, rest: dict[str, Any]) -> None:
@@ -151,9 +151,9 @@ class Restore:
 
         On another mesh the workers of one model copy get the same global generators, and streams by name begin anew.
         """
-        mine = predecessor(rest, self._session)
+        mine = predecessor(rest, self._job)
         if mine is not None:
-            put_random(mine["random"], streams=is_same_mesh(rest, self._session))
+            put_random(mine["random"], streams=is_same_mesh(rest, self._job))
 
     def _whole_ones(self) -> Iterator[tuple[str, str]]:
         """Yields, on worker 0, names and sums of the checkpoints whose files have their lengths, newest first."""
@@ -188,8 +188,8 @@ class Restore:
         index = Index.from_json(text, f"{found.name}/{INDEX}")
         if has_own_states(index):
             return [f"{found.name}: it holds a state for each worker, and not every worker sees it"]
-        degrees = {**index.job["degrees"], **self._session.axes.degrees}
-        if StateMesh(self._session.axes, self._session.device).has_stages or any(
+        degrees = {**index.job["degrees"], **self._job.axes.degrees}
+        if StateMesh(self._job.axes, self._job.device).has_stages or any(
             degrees.get(axis, 1) > 1 for axis in ("pp", "ep")
         ):
             raise ConfigError(
@@ -197,7 +197,7 @@ class Restore:
                 "own part. Name a folder that all of them share."
             )
         saved = SavedTensors(LocalFolder(path), index) if self._is_first else None
-        group = workers_of(self._session)
+        group = workers_of(self._job)
         damage = self._read(found, lambda index: GroupSource(index, f"{path}", group, saved=saved), text)
         said = self._said_by_all([damage, found.misfits])
         found.misfits = next((misfits for _, misfits in said if misfits), [])
@@ -211,7 +211,7 @@ class Restore:
             source = source_of(Index.from_json(text, f"{found.name}/{INDEX}"))
             self._read_rest(found, source)
             own = has_own_states(source.index)
-            found.is_mean = own and not is_same_mesh(found.rest, self._session)
+            found.is_mean = own and not is_same_mesh(found.rest, self._job)
             if found.is_mean:
                 if reason := reason_against_mean(found.name, found.rest):
                     found.misfits = [reason]
@@ -220,9 +220,9 @@ class Restore:
             found.source = source
             self._verify(found, source, own and not found.is_mean)
         except CheckpointError as error:
-            return f"{error}".rstrip(".") + f" (worker {self._session.global_rank})"
+            return f"{error}".rstrip(".") + f" (worker {self._job.global_rank})"
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{found.name} is damaged ({type(error).__name__}: {error}) (worker {self._session.global_rank})"
+            return f"{found.name} is damaged ({type(error).__name__}: {error}) (worker {self._job.global_rank})"
         return ""
 
     def _read_rest(self, found: Found, source: SavedTensors | GroupSource) -> None:
@@ -230,7 +230,7 @@ class Restore:
         label = f"{found.name}: run"
         run = source.index.values["run"]
         check_form(run, "run", label)
-        mine = predecessor(run, self._session)
+        mine = predecessor(run, self._job)
         workers = [
             worker if worker is mine else {key: value for key, value in worker.items() if key != "random"}
             for worker in run["workers"]
@@ -250,7 +250,7 @@ class Restore:
         kinds = source.index.values.get(OBJECTS, {})
         objects = {"model": self._model, "optimizer": self._optimizer}
         given = {key: one for key, one in objects.items() if one is not None and key in kinds}
-        takers = takers_of(given, self._session.job, axes_of(self._session.job), "Checkpoint.resume()", own)
+        takers = takers_of(given, self._job, axes_of(self._job), "Checkpoint.resume()", own)
         for taker in takers:
             if isinstance(taker, ModelTensors):
                 taker.elsewhere = frozenset(self._elsewhere)
@@ -282,7 +282,7 @@ class Restore:
         if found.is_mean and self._is_first:
             warnings.warn(
                 f"Checkpoint.resume(): {found.name} holds a state for each of {found.rest['world_size']} workers, and "
-                f"there are {self._session.world_size} now: they continue from the mean of the models and worker 0's "
+                f"there are {self._job.world_size} now: they continue from the mean of the models and worker 0's "
                 "optimizer; what the others had not yet sent is lost.",
                 OptionWarning,
                 stacklevel=5,
@@ -291,19 +291,19 @@ class Restore:
     @contextmanager
     def _without_word_of_other_workers(self) -> Iterator[None]:
         with warnings.catch_warnings():
-            if self._session.world_size > 1 and isinstance(self._optimizer, FleetOptimizer):
+            if self._job.world_size > 1 and isinstance(self._optimizer, FleetOptimizer):
                 # dgc would repeat for one worker's state what _warn_of_mean has said about all.
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
             yield
 
     def _said_by_all(self, content: Any) -> list[Any]:
         """Returns the ``content`` of every worker; a collective call."""
-        return [json.loads(f"{text}") for text in self._session.job.util.all_gather(json.dumps(content))]
+        return [json.loads(f"{text}") for text in self._job.util.all_gather(json.dumps(content))]
 
 
-def workers_of(session: Session) -> StateGroup:
+def workers_of(job: Job) -> StateGroup:
     """Returns all workers of a job, which send tensors to one another from host to host."""
-    return StateGroup(range(session.world_size), session.job.host_group, torch.device("cpu"))
+    return StateGroup(range(job.world_size), job.host_group, torch.device("cpu"))
 
 
 def _index_text(path: Path, wanted: str) -> bytes:

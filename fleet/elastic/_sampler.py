@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 from fleet.training.batch_loops import BatchLoops
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
@@ -109,8 +109,8 @@ class ElasticSampler(Sampler[int]):
         """
         if not _is_whole(num_samples):
             raise ConfigError(f"record({num_samples!r}) takes the number of samples of a batch, from 0.")
-        session = running_session()
-        for checkpoint in () if session is None else session.job.listeners.get(BatchLoops).checkpoints:
+        job = running_job()
+        for checkpoint in () if job is None else job.listeners.get(BatchLoops).checkpoints:
             if checkpoint.saves_by_itself(self):
                 raise ConfigError(
                     f"sampler.record({num_samples}): Checkpoint(every={checkpoint.every}) saves where "
@@ -153,17 +153,17 @@ class ElasticSampler(Sampler[int]):
         return self._counted(iterator, batch_size)
 
     def _counted(self, iterator: Iterator[Any], batch_size: int) -> Iterator[Any]:
-        session = running_session()
+        job = running_job()
 
         def recorded() -> Iterator[Any]:
             for batch in iterator:
                 self._count(batch_size)
                 yield batch
 
-        if session is None:
+        if job is None:
             yield from recorded()
             return
-        yield from session.job.listeners.get(BatchLoops).over(self, recorded())
+        yield from job.listeners.get(BatchLoops).over(self, recorded())
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""
@@ -253,7 +253,7 @@ def _own_place() -> tuple[int, int]:
     """Returns the number of data replicas and the data rank of this process; those of the job without fleet.init."""
     from fleet.parallel import get_rank, get_world_size
 
-    session = running_session()
-    if session is not None:
-        return session.data_replicas, session.data_rank
+    job = running_job()
+    if job is not None:
+        return job.data_replicas, job.data_rank
     return get_world_size(), get_rank()

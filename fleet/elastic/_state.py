@@ -27,7 +27,7 @@ from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:
-    from fleet.job.session import Session
+    from fleet.job.job import Job
 
 
 def kinds_of(optimizer: Optimizer | None, scheduler: Any) -> dict[str, str]:
@@ -41,10 +41,10 @@ def windows(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {k: v for k, v in state.items() if isinstance(v, Mapping) and {"batch", "sums", "k_steps"} <= set(v)}
 
 
-def names_elsewhere(model: nn.Module, session: Session) -> set[str]:
+def names_elsewhere(model: nn.Module, job: Job) -> set[str]:
     """Returns the names of the whole state that only other stages hold; in a pipeline a collective call."""
     own = list((model.module if isinstance(model, FleetModel) else model).state_dict())
-    whole = StateMesh(session.axes, session.device)
+    whole = StateMesh(job.axes, job.device)
     return set(whole.names(own)) - set(own) if whole.has_stages else set()
 
 

@@ -88,7 +88,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
             )
         self._session = _start(model, args, strategy)
         self._whole_state: dict[str, Any] | None = None
-        agree(args, self._session)
+        agree(args, self._session.job)
         super().__init__(model, args, *rest, **kwargs)
         self._check_places()
         self.add_callback(_StopWhenAsked())
@@ -98,7 +98,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         divided = getattr(self, "is_distributed_loading_by_transformers", False) or (
             (getattr(self.model, "tp_size", None) or getattr(self.model, "_tp_size", None) or 1) > 1
         )
-        if divided or (self.is_model_parallel and self._session.world_size > 1):
+        if divided or (self.is_model_parallel and self._session.job.world_size > 1):
             raise UnsupportedOptionError(
                 "FleetTrainer: from_pretrained() has divided the model (device_map, tp_plan, distributed_config). Load "
                 "it whole, and let Fleet divide it: strategy.sharding, or strategy.tensor_parallel_configs = "
@@ -128,9 +128,9 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """Returns Trainer's loader; warns where its last batch of an epoch counts rows twice."""
         loader = super().get_train_dataloader()
-        batch = self._train_batch_size * self._session.data_replicas
+        batch = self._train_batch_size * self._session.job.data_replicas
         length = len(self.train_dataset) if has_length(self.train_dataset) else 0
-        fills = self._session.data_replicas > 1 and not self.args.dataloader_drop_last
+        fills = self._session.job.data_replicas > 1 and not self.args.dataloader_drop_last
         if fills and not self.accelerator.split_batches and length % batch:
             self._session.job.say(
                 f"TrainingArguments(dataloader_drop_last=False): {length} rows are no multiple of {batch}, the rows of "
@@ -146,7 +146,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         count = super()._get_num_items_in_batch(batch_samples, device)
         if count is None or not self.args.average_tokens_across_devices:
             return count
-        return count / self._session.data_replicas
+        return count / self._session.job.data_replicas
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the loss as Trainer computes it, not multiplied by the number of workers."""
@@ -155,7 +155,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the rows of an update over all workers."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * self._session.data_replicas)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._session.job.data_replicas)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Computes one batch of an evaluation, and tells the launcher that this worker is alive."""
@@ -189,22 +189,22 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
             super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer = prepared
-        if self._session.world_size > 1 and prepared.optimizer.has_own_state:
+        if self._session.job.world_size > 1 and prepared.optimizer.has_own_state:
             os.makedirs(output_dir, exist_ok=True)
             own = {"model": self._wrapped.local_state_dict(), "optimizer": prepared.optimizer.local_state_dict()}
-            own["workers"] = self._session.world_size
-            fleet.save(own, os.path.join(output_dir, _OWN_STATE.format(self._session.global_rank)))
+            own["workers"] = self._session.job.world_size
+            fleet.save(own, os.path.join(output_dir, _OWN_STATE.format(self._session.job.global_rank)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not os.path.exists(os.path.join(checkpoint, _OWN_STATE.format(0))):
             return
-        path = os.path.join(checkpoint, _OWN_STATE.format(self._session.global_rank))
+        path = os.path.join(checkpoint, _OWN_STATE.format(self._session.job.global_rank))
         own = fleet.load(path) if os.path.exists(path) else {"workers": "fewer"}
-        if own["workers"] != self._session.world_size:
+        if own["workers"] != self._session.job.world_size:
             raise CheckpointError(
                 f"{checkpoint} holds the state of {own['workers']} workers, whose models differ with this strategy, "
-                f"and the job has {self._session.world_size}. Resume with as many workers."
+                f"and the job has {self._session.job.world_size}. Resume with as many workers."
             )
         self._wrapped.load_state_dict(own["model"])
         self.optimizer.load_state_dict(own["optimizer"])
@@ -277,14 +277,14 @@ class _StopWhenAsked(TrainerCallback):  # type: ignore[misc]
 def _start(model: Any, args: Any, strategy: Any) -> Session:
     """Returns the session that trains ``model``: a running one whose options it keeps, or a new one."""
     session = running_session()
-    if session is not None and not session.closed and strategy is None:
+    if session is not None and not session.job.closed and strategy is None:
         check_running(session.options, args)
     else:
         options = checked_options(strategy, args)
-        wrapped = [] if session is None or session.closed else session.models
+        wrapped = [] if session is None or session.job.closed else session.models
         if session is None or session.options != options or not any(known.module is model for known in wrapped):
             fleet.init(is_collective=True, strategy=options)
     session = running_session()
     assert session is not None
-    check_job(args, session)
+    check_job(args, session.job)
     return session

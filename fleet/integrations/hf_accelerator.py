@@ -42,12 +42,12 @@ class FleetAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def num_processes(self) -> int:
         """Number of workers that train on different rows."""
-        return 1 if self._counts_one else self.session.data_replicas
+        return 1 if self._counts_one else self.session.job.data_replicas
 
     @property
     def process_index(self) -> int:
         """Which of :attr:`num_processes` this worker is; workers that hold one copy of the model have the same."""
-        return self.session.data_rank
+        return self.session.job.data_rank
 
     @contextmanager
     def counting_one(self) -> Iterator[None]:
@@ -104,12 +104,12 @@ class FleetAccelerator(Accelerator):  # type: ignore[misc]
     def gather(self, tensor: Any) -> Any:
         """Returns the rows of all workers, those of workers that hold one copy of the model once."""
         gathered, session = super().gather(tensor), self.session
-        if session.data_replicas == session.world_size:
+        if session.job.data_replicas == session.job.world_size:
             return gathered
-        ranks = session.axes.all_ranks(*DATA_AXES)[0]  # one worker of each copy, in the order of their rows
+        ranks = session.job.axes.all_ranks(*DATA_AXES)[0]  # one worker of each copy, in the order of their rows
 
         def first_of_each(rows: Tensor) -> Tensor:
-            parts = rows.chunk(session.world_size)
+            parts = rows.chunk(session.job.world_size)
             return torch.cat([parts[rank] for rank in ranks])
 
         return recursively_apply(first_of_each, gathered)

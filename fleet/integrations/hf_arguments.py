@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils import DistributedType
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.job.session import Session
+from fleet.job.job import Job
 from fleet.options import DistributedStrategy
 
 _NARROW = {"fp16": "float16", "bf16": "bfloat16"}
@@ -209,53 +209,53 @@ def _divides_model(options: DistributedStrategy) -> bool:
     return bool(on and (options["sharding_configs"].stage > 1 or hybrid.sharding_configs.split_param))
 
 
-def backend_of(session: Session) -> str | None:
+def backend_of(job: Job) -> str | None:
     """Returns what moves tensors of this worker's device: a group for several kinds of device has no one name."""
-    group = session.process_group
-    return None if group is None or session.world_size == 1 else str(group._get_backend(session.device).name())
+    group = job.process_group
+    return None if group is None or job.world_size == 1 else str(group._get_backend(job.device).name())
 
 
-def check_job(args: Any, session: Session) -> None:
+def check_job(args: Any, job: Job) -> None:
     """Raises ConfigError where ``args`` name another device or backend than the job has, or need one process."""
-    if args.use_cpu and session.device.type != "cpu":
+    if args.use_cpu and job.device.type != "cpu":
         raise ConfigError(
-            f"TrainingArguments(use_cpu=True), and this worker computes on {session.device}. Set "
+            f"TrainingArguments(use_cpu=True), and this worker computes on {job.device}. Set "
             "PADDLE_DISTRI_BACKEND=gloo in the environment to train on the CPU, or omit use_cpu."
         )
-    backend = backend_of(session) or args.ddp_backend
+    backend = backend_of(job) or args.ddp_backend
     if args.ddp_backend not in (None, backend):
         raise ConfigError(
             f"TrainingArguments(ddp_backend={args.ddp_backend!r}), and the workers of this job are connected through "
             f"{backend!r}. Set PADDLE_DISTRI_BACKEND in the environment, and omit ddp_backend."
         )
-    if args.auto_find_batch_size and session.world_size > 1:
+    if args.auto_find_batch_size and job.world_size > 1:
         raise UnsupportedOptionError(
-            f"TrainingArguments(auto_find_batch_size=True) with {session.world_size} workers: the one that runs out "
+            f"TrainingArguments(auto_find_batch_size=True) with {job.world_size} workers: the one that runs out "
             "of memory would start again, and the others wait for it. Set per_device_train_batch_size; "
             "docs/estimate.md computes what fits."
         )
     config = args.accelerator_config
-    if not config.even_batches and not args.dataloader_drop_last and session.data_replicas > 1:
+    if not config.even_batches and not args.dataloader_drop_last and job.data_replicas > 1:
         raise UnsupportedOptionError(
             "TrainingArguments(accelerator_config={'even_batches': False}): workers with fewer batches would leave the "
             "others waiting. Add dataloader_drop_last=True, or omit it."
         )
-    if config.dispatch_batches and session.data_replicas != session.world_size:
+    if config.dispatch_batches and job.data_replicas != job.world_size:
         raise UnsupportedOptionError(
             "TrainingArguments(accelerator_config={'dispatch_batches': True}) sends every worker other rows, and those "
             "of strategy.tensor_parallel_configs need the same. Omit it."
         )
 
 
-def agree(args: Any, session: Session) -> None:
+def agree(args: Any, job: Job) -> None:
     """Makes rank, number of processes and device of ``args`` those of the job."""
-    state, several = args.distributed_state, session.world_size > 1
-    on_gpu = session.device.type == "cuda"
+    state, several = args.distributed_state, job.world_size > 1
+    on_gpu = job.device.type == "cuda"
     kind = DistributedType.MULTI_GPU if on_gpu else DistributedType.MULTI_CPU
     state.distributed_type = kind if several else DistributedType.NO
-    state.backend = backend_of(session)
-    state.num_processes, state.process_index = session.world_size, session.global_rank
-    state.local_process_index = session.job.local_rank
-    state.device = session.device
-    args.__dict__["_setup_devices"] = session.device  # computed once, when the arguments were made
+    state.backend = backend_of(job)
+    state.num_processes, state.process_index = job.world_size, job.global_rank
+    state.local_process_index = job.local_rank
+    state.device = job.device
+    args.__dict__["_setup_devices"] = job.device  # computed once, when the arguments were made
     args._n_gpu = int(on_gpu)  # one device a process: more would put the model in torch's DataParallel

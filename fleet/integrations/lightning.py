@@ -87,7 +87,7 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
                 "for every batch. Turn it off, and compile the submodules in configure_model()."
             )
 
-        if self.session.axes.size("mp") > 1 and self.session.options["tensor_parallel_configs"].plan:
+        if self.session.job.axes.size("mp") > 1 and self.session.options["tensor_parallel_configs"].plan:
             raise UnsupportedOptionError(
                 "tensor_parallel_configs['plan'] divides a plain module and tries the result on a copy, which runs its "
                 "forward; Lightning's Trainer has put training_step in its place. Build the module of "
@@ -190,7 +190,7 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether a whole state is loaded by a model that knows its part: where layers are divided."""
-        return self.session.axes.size("mp") > 1
+        return self.session.job.axes.size("mp") > 1
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole state under the names of the plain module; every worker calls it."""

@@ -112,7 +112,7 @@ class FleetWorkers:
         self._framework = framework
         self._options = read_options(strategy)
         session = running_session()
-        self._record = PaddleCloudRoleMaker(is_collective=True).record if session is None else session.record
+        self._record = PaddleCloudRoleMaker(is_collective=True).record if session is None else session.job.record
         asked = () if self._options is None else ("a_sync", "a_sync_configs")
         if self._record.server_endpoints or any(self._options.is_set(name) for name in asked if self._options):
             raise UnsupportedOptionError(
@@ -120,7 +120,7 @@ class FleetWorkers:
                 "Servers have a life of their own (fleet.run_server, fleet.init_worker), for which Lightning's loops "
                 "have no place. Train with Fleet's loop: docs/ps.md."
             )
-        self._device = choose_device(self._record, Environment()) if session is None else session.device
+        self._device = choose_device(self._record, Environment()) if session is None else session.job.device
         for only in (rank_zero_only, rank_zero_only_of_utilities):
             only.__dict__["rank"] = self._record.global_rank
 
@@ -163,7 +163,7 @@ class FleetWorkers:
         session = running_session()
         if session is None:
             return self._record.global_rank, self._record.world_size
-        return session.data_rank, session.data_replicas
+        return session.job.data_rank, session.job.data_replicas
 
     def _configure_launcher(self) -> None:
         """Compares what the script gave to Lightning with the job, and starts no process."""
@@ -178,7 +178,7 @@ class FleetWorkers:
         if sync_batch_norm:
             options = read_options(None if options is None else options.to_dict()) or DistributedStrategy()
             options.sync_batch_norm = True
-        if session is None or session.closed:
+        if session is None or session.job.closed:
             fleet.init(is_collective=True, strategy=options)
         elif self._options is not None and self._options != session.options:
             raise ConfigError(
@@ -195,11 +195,11 @@ class FleetWorkers:
 
     def _check_session(self) -> None:
         session = self.session
-        if not session.collective:
+        if not session.job.collective:
             raise UnsupportedOptionError(
                 f"{self._framework}(strategy=FleetStrategy(...)) needs fleet.init(is_collective=True)."
             )
-        if session.axes.size("pp") > 1 or session.options["pipeline"]:
+        if session.job.axes.size("pp") > 1 or session.options["pipeline"]:
             raise UnsupportedOptionError(
                 "strategy.pipeline and hybrid_configs['pp_degree'] above 1 run forward and backward of micro-batches "
                 f"inside model.train_batch(), and Lightning's {self._framework} calls them one after the other by "
@@ -207,7 +207,7 @@ class FleetWorkers:
             )
 
         for axis in ("sep", "cp", "ep"):
-            if session.axes.size(axis) > 1:
+            if session.job.axes.size(axis) > 1:
                 raise UnsupportedOptionError(
                     f"hybrid_configs['{axis}_degree'] above 1 has not been tried in Lightning's loops, and is refused "
                     "until it is. Set it to 1, or train with Fleet's loop: docs/hybrid.md."
@@ -217,7 +217,7 @@ class FleetWorkers:
     def _divides_parameters(self) -> bool:
         """Whether sharding leaves a part of each parameter on every worker."""
         session = self.session
-        return session.axes.size("sharding") > 1 and stage_of(session.options) > 1
+        return session.job.axes.size("sharding") > 1 and stage_of(session.options) > 1
 
     # ---- exchanges -------------------------------------------------------------------------------------------------
 
@@ -268,19 +268,19 @@ class FleetWorkers:
         session = running_session()
         if session is None or not dist.is_initialized():
             return obj
-        mine = _packed(obj) if session.global_rank == src else b""
+        mine = _packed(obj) if session.job.global_rank == src else b""
         size = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
         dist.broadcast(size, src=src)
         if not int(size):
             raise ConfigError(
                 f"{self._framework}: broadcast() takes numbers, texts, tensors, lists and dictionaries of them, and "
-                f"worker {src} passed a {type(obj).__name__ if session.global_rank == src else 'different object'}."
+                f"worker {src} passed a {type(obj).__name__ if session.job.global_rank == src else 'different object'}."
             )
         data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
-        if session.global_rank == src:
+        if session.job.global_rank == src:
             data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         dist.broadcast(data, src=src)
-        return obj if session.global_rank == src else _unpacked(bytes(data.cpu().numpy()))
+        return obj if session.job.global_rank == src else _unpacked(bytes(data.cpu().numpy()))
 
     # ---- models, optimizers and their states -----------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class FleetWorkers:
                 "gradients of its own, and worker 0 writes for all. Save after an update: let the number of batches "
                 "of an epoch, or every_n_train_steps, be a multiple of k_steps."
             )
-        divides = self.session.axes.size(*MODEL_AXES, "sharding", "ep") > 1
+        divides = self.session.job.axes.size(*MODEL_AXES, "sharding", "ep") > 1
         return optimizer.full_state_dict(keep=self._record.global_rank == 0 or not divides)
 
     def _load_model_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

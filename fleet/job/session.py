@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from fleet._log import LOGGER
 from fleet.checkpoint.to_group import StateMesh
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
-from fleet.job.axes import MODEL_AXES, Axes, make_axes
+from fleet.job.axes import MODEL_AXES, make_axes
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
@@ -38,10 +37,7 @@ from fleet.training.fleet_optimizer import FleetOptimizer
 from fleet.training.placement import check_placement, move_model, move_state
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from fleet.ps_job.server_job import ServerJob
-    from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
 
 Wrapped = TypeVar("Wrapped")
@@ -80,56 +76,6 @@ class Session:
         """The options that the plan was made from."""
         return cast("DistributedStrategy", self.job.options)
 
-    @property
-    def global_rank(self) -> int:
-        """Rank of this worker in the job."""
-        return self.job.global_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the job."""
-        return self.job.world_size
-
-    @property
-    def record(self) -> RoleRecord:
-        """The role of this process."""
-        return self.job.record
-
-    @property
-    def collective(self) -> bool:
-        """Whether all workers take each step together; False in a parameter-server job."""
-        return self.job.collective
-
-    @property
-    def axes(self) -> Axes:
-        """The place of this worker along every axis."""
-        return self.job.axes
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this worker."""
-        return self.job.device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Process group of all workers; ``None`` in a single process."""
-        return self.job.process_group
-
-    @property
-    def data_rank(self) -> int:
-        """See :attr:`Job.data_rank`."""
-        return self.job.data_rank
-
-    @property
-    def data_replicas(self) -> int:
-        """See :attr:`Job.data_replicas`."""
-        return self.job.data_replicas
-
-    @property
-    def closed(self) -> bool:
-        """Whether the session is over."""
-        return self.job.closed
-
     def _hear_options(self, call: str, options: DistributedStrategy) -> None:
         for listener in self.job.listeners.hearing["options_asked"]:
             listener.options_asked(call, options)
@@ -146,7 +92,7 @@ class Session:
             )
         options = copy.deepcopy(options)
         self._hear_options("fleet.distributed_optimizer()", options)
-        new_plan = plan(options, self.world_size, collective=self.collective)
+        new_plan = plan(options, self.job.world_size, collective=self.job.collective)
         if self.models and options != self.options:
             stuck = [step.name for step in self.plan.steps if step.stage == Stage.MODULE or step.in_place]
             if stuck or self.optimizers:
@@ -186,7 +132,7 @@ class Session:
                 f"fleet.init_worker(): the job has no servers and trains with {', '.join(strange)}, which parameter "
                 "servers do not support. Turn these options off, or omit init_worker()."
             )
-        made = plan(self.options, self.world_size, collective=False)
+        made = plan(self.options, self.job.world_size, collective=False)
         known = {type(strategy): strategy for strategy in self.strategies}
         strategies = [known.get(step) or step(_config_of(step, self.options), self.job) for step in made.steps]
         fresh = [strategy for strategy in strategies if type(strategy) not in known]
@@ -214,7 +160,7 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
-        check_placement(module, self.device)
+        check_placement(module, self.job.device)
         acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):
             raise ConfigError(
@@ -223,18 +169,18 @@ class Session:
                 "be added to it), or call fleet.init() and wrap a new module."
             )
         mark_parts(module)
-        share_experts(module, self.axes)
+        share_experts(module, self.job.axes)
         for strategy in self.strategies:
             strategy.check_model(module)
-        if self.collective and self.world_size > 1:
+        if self.job.collective and self.job.world_size > 1:
             check_renormalized(module)
         for listener in self.job.listeners.hearing["before_wrap"]:
             listener.before_wrap(module)
         module = self._cut(module, loss_fn)
-        self._moved |= move_model(module, self.device, [optimizer.user_optimizer for optimizer in self.optimizers])
+        self._moved |= move_model(module, self.job.device, [optimizer.user_optimizer for optimizer in self.optimizers])
         module, chain = self._wrapped(module)
         model = _model_class(module)(module, chain, self.job)
-        states = StateMesh(self.axes, self.device)
+        states = StateMesh(self.job.axes, self.job.device)
         if states.has_stages:
             model.note_names_elsewhere(states.names(list(module.state_dict())))
         self.models.append(model)
@@ -258,7 +204,7 @@ class Session:
                     "pipeline_configs['split']."
                 )
             found.set_loss(loss_fn)
-        is_read = pipeline is not None or isinstance(found, StagedLayers) or not self.collective
+        is_read = pipeline is not None or isinstance(found, StagedLayers) or not self.job.collective
         if self.options.is_set("pipeline_configs") and not is_read:
             LOGGER.warning(
                 f"pipeline_configs was set and changes nothing: 'pipeline' is off, and {type(module).__name__} is no "
@@ -275,13 +221,13 @@ class Session:
         if self.server_job is None and (publication := sys.modules.get(_PUBLICATION)) is not None:
             publication.refuse_asked()
         self._hear_unwrapped(optimizer)
-        if self.collective and self.axes.size(*MODEL_AXES) > 1:
+        if self.job.collective and self.job.axes.size(*MODEL_AXES) > 1:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             check_parts_of_model(optimizer, has_parts=any(layout_of(p) is not None for p in parameters))
         for strategy in self.strategies:
             strategy.check_optimizer(optimizer)
         move_state(optimizer, self._moved)
-        if self.record.server_endpoints:
+        if self.job.record.server_endpoints:
             for note in self.plan.notes:
                 LOGGER.warning(note)
         wrapped = FleetOptimizer(self._stepped(optimizer), self.job, optimizer)
@@ -324,16 +270,16 @@ class Session:
 
     def _make_mesh(self) -> None:
         """Arranges the workers by axis; every worker does so at the same point, when it starts or adopts options."""
-        if not self.collective:
+        if not self.job.collective:
             return
         job = self.job
-        degrees = plan_axes(self.options, self.world_size)
-        experts = plan_expert_axes(self.options, self.world_size)
-        if degrees != self.degrees or experts != self.axes.experts:
+        degrees = plan_axes(self.options, self.job.world_size)
+        experts = plan_expert_axes(self.options, self.job.world_size)
+        if degrees != self.degrees or experts != self.job.axes.experts:
             timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
-            job.axes = make_axes(degrees, self.global_rank, job.process_group, timeout_s, experts)
+            job.axes = make_axes(degrees, self.job.global_rank, job.process_group, timeout_s, experts)
             if job.process_group is not None:
-                job.mesh = make_mesh(job.axes, job.process_group, self.device.type)
+                job.mesh = make_mesh(job.axes, job.process_group, self.job.device.type)
         self.degrees = degrees
         norm.remove(self._norms)
         if job.process_group is not None and job.axes.size(*MODEL_AXES, "sharding", "ep") > 1:
@@ -398,7 +344,7 @@ class _StrategiesHear(Listener):
 
     def before_save(self) -> None:
         """Warns when a state saved now is not what every worker has."""
-        if self._session.server_job is not None and not self._session.closed:
+        if self._session.server_job is not None and not self._session.job.closed:
             self._session.server_job.before_save()
         for optimizer in self._session.optimizers:
             if (note := optimizer.saving_note()) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 from fleet.strategies.pipeline.descriptions import LayerDesc, StagedLayers
 
 
@@ -53,10 +53,10 @@ class PipelineLayer(StagedLayers):
         use_dualpipev: bool = False,
     ) -> None:
         _check_offered(use_cudagraph, use_dualpipev, recompute_interval, recompute_ctx)
-        session = running_session()
-        if session is None and (num_stages or 1) > 1:
+        job = running_job()
+        if job is None and (num_stages or 1) > 1:
             raise NotInitializedError("PipelineLayer() needs to know its stage: call fleet.init(...) before it.")
-        degree = 1 if session is None else session.axes.size("pp")
+        degree = 1 if job is None else job.axes.size("pp")
         asked = {"num_stages": num_stages, "topology": None if topology is None else topology.get_dim("pipe")}
         for name, value in asked.items():
             if value is not None and value != degree:
@@ -67,7 +67,7 @@ class PipelineLayer(StagedLayers):
         super().__init__(
             layers,
             degree,
-            0 if session is None else session.axes.rank("pp"),
+            0 if job is None else job.axes.rank("pp"),
             loss_fn=loss_fn,
             seg_method=seg_method,
             recompute_interval=recompute_interval,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 from fleet.strategies.tensor_parallel.streams import seed_streams
 
 
@@ -23,8 +23,8 @@ def model_parallel_random_seed(seed: int | None = None) -> None:
     Example:
         >>> model_parallel_random_seed(1024 + 10 * fleet.get_hybrid_communicate_group().get_data_parallel_rank())
     """
-    session = running_session()
-    if session is None:
+    job = running_job()
+    if job is None:
         seed_streams(seed, None)
     else:
-        seed_streams(seed, session.axes, session.device)
+        seed_streams(seed, job.axes, job.device)

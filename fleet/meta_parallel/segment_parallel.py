@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fleet.checks.same_rows import SameSequences
 from fleet.errors import ConfigError
 from fleet.job.axes import SEQUENCE_AXES, Axes
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 from fleet.strategies.tensor_parallel import regions
 
 _Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])
@@ -20,10 +20,10 @@ _Inputs = TypeVar("_Inputs", Tensor, dict[str, Tensor])
 
 def running_axes(call: str) -> Axes:
     """Returns the axes of the running job; raises ConfigError where ``call`` comes before ``fleet.init``."""
-    session = running_session()
-    if session is None:
+    job = running_job()
+    if job is None:
         raise ConfigError(f"{call} asks the running job for its workers: call fleet.init(is_collective=True) first.")
-    return session.axes
+    return job.axes
 
 
 def axis_group(axis: str, given: Any, call: str) -> dist.ProcessGroup | None:
@@ -34,10 +34,10 @@ def axis_group(axis: str, given: Any, call: str) -> dist.ProcessGroup | None:
     """
     if given is None:
         return running_axes(call).group(axis)
-    group, session = regions.group_of(given), running_session()
-    if group is None or session is None:
+    group, job = regions.group_of(given), running_job()
+    if group is None or job is None:
         return group
-    ranks, own = dist.get_process_group_ranks(group), list(session.axes.ranks(axis))
+    ranks, own = dist.get_process_group_ranks(group), list(job.axes.ranks(axis))
     if ranks != own:
         raise ConfigError(
             f"{call} got a group of the ranks {ranks}; along {axis} this worker is with {own}, and the gradients are "
@@ -93,11 +93,11 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
         >>> print(fleet.meta_parallel.sequence_mean(losses, (labels != -100).sum()))
         tensor(1.6094)
     """
-    session = running_session()
+    job = running_job()
     group = None
-    if session is not None:
-        session.job.listeners.get(SameSequences).takes_means = True
-        group = session.axes.group(*SEQUENCE_AXES)
+    if job is not None:
+        job.listeners.get(SameSequences).takes_means = True
+        group = job.axes.group(*SEQUENCE_AXES)
     total = torch.as_tensor(count, device=loss_sum.device).detach().to(torch.float64).clone()
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -209,20 +209,20 @@ def each(inputs: _Inputs, cut: Any) -> _Inputs:
 
 def note_rows(inputs: Tensor | dict[str, Tensor], axis: str, degree: int) -> None:
     """Has the rows, which are whole along ``axis``, compared before the next forward of the running job."""
-    session = running_session()
-    if session is not None and degree > 1 and degree == session.axes.size(axis):
+    job = running_job()
+    if job is not None and degree > 1 and degree == job.axes.size(axis):
         # With both axes the rows are cut twice, first along cp: only then are they whole.
-        if axis == "sep" and session.axes.size("cp") > 1:
+        if axis == "sep" and job.axes.size("cp") > 1:
             return
         for tensor in inputs.values() if isinstance(inputs, dict) else [inputs]:
-            session.job.listeners.get(SameSequences).note(tensor)
+            job.listeners.get(SameSequences).note(tensor)
 
 
 def look_at_queries(q: Tensor, group: dist.ProcessGroup, call: str) -> None:
     """Warns where the workers of ``group`` hold the same tokens; ``call`` is the attention that got ``q``."""
-    session = running_session()
-    if session is not None:
-        session.job.listeners.get(SameSequences).look_at(q, group, call)
+    job = running_job()
+    if job is not None:
+        job.listeners.get(SameSequences).look_at(q, group, call)
 
 
 def place_along(axis: str, rank: int | None, degree: int | None, call: str) -> tuple[int, int]:

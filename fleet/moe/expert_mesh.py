@@ -19,7 +19,7 @@ from fleet.strategies.tensor_parallel.regions import applied, group_of
 def expert_group() -> dist.ProcessGroup | None:
     """Returns the workers among which the running job divides experts; ``None`` for one alone."""
     session = running_session()
-    return None if session is None else session.axes.group("ep")
+    return None if session is None else session.job.axes.group("ep")
 
 
 class ExpertMesh:
@@ -36,7 +36,7 @@ class ExpertMesh:
 
     def __init__(self, moe_group: Any = None, mp_group: Any = None) -> None:
         session = running_session()
-        axes = None if session is None else session.axes
+        axes = None if session is None else session.job.axes
         own = (0,) if axes is None else axes.ranks("ep")
         asked = own if moe_group is None else _ranks(moe_group)
         if len(asked) > 1 and asked != own:
@@ -94,7 +94,7 @@ class ExpertMesh:
             group = self._along("moe_sharding")
             assert session is not None
             if session.options["gradient_scale_configs"].scale_strategy == "avg":
-                divisor = session.axes.data_replicas
+                divisor = session.job.axes.data_replicas
         apply: Any = _Shared.apply
         return list(apply(group, divisor, *parameters))
 
@@ -116,7 +116,7 @@ class ExpertMesh:
         if not self.sources or session is None:
             return x
         averaged = session.options["gradient_scale_configs"].scale_strategy == "avg"
-        factor = session.axes.data_replicas if averaged else 1
+        factor = session.job.axes.data_replicas if averaged else 1
         for group in self.sources:
             total = applied(_Sum, total, group, factor)
             factor = 1
@@ -131,7 +131,7 @@ class ExpertMesh:
                     "fleet.init(), create the layer, and load its state_dict()."
                 )
             return None
-        return session.axes.group(*axes)
+        return session.job.axes.group(*axes)
 
 
 class _Shared(Function):

@@ -66,7 +66,7 @@ def shard_by_groups(
     for strategy in strategies:
         strategy.check_model(model)
         strategy.check_optimizer(optimizer)
-    move_model(model, session.device, [optimizer])
+    move_model(model, session.job.device, [optimizer])
     module_chain, optimizer_chain = model, optimizer
     for strategy in strategies:
         module_chain = strategy.wrap_model(module_chain)
@@ -126,9 +126,9 @@ def _strategies(
     offload: bool,
     buffer_max_size: int,
 ) -> list[Strategy]:
-    if session.process_group is None:
+    if session.job.process_group is None:
         return []
-    shards = group if group is not None else session.process_group
+    shards = group if group is not None else session.job.process_group
     stage = LEVELS[level]
     mesh, everyone = _mesh_of(session, shards, dp_group)
     options = DistributedStrategy()
@@ -152,15 +152,15 @@ def _strategies(
 
 def _mesh_of(session: Session, shards: Any, dp_group: dist.ProcessGroup | None) -> tuple[DeviceMesh, Any]:
     """Returns the mesh of the groups, and the group of all workers in it."""
-    kind = session.device.type
+    kind = session.job.device.type
     if dp_group is None or dist.get_world_size(dp_group) == 1:
         return DeviceMesh.from_group(shards, kind, mesh_dim_names=("sharding",)), shards
     copies, row = dist.get_process_group_ranks(dp_group), dist.get_process_group_ranks(shards)
-    ranks = torch.tensor([[copy - session.global_rank + rank for rank in row] for copy in copies], dtype=torch.int)
-    if sorted(ranks.flatten().tolist()) != list(range(session.world_size)):
+    ranks = torch.tensor([[copy - session.job.global_rank + rank for rank in row] for copy in copies], dtype=torch.int)
+    if sorted(ranks.flatten().tolist()) != list(range(session.job.world_size)):
         raise ConfigError(
             f"group_sharded_parallel(): group {row} and dp_group {copies} do not make a grid of all "
-            f"{session.world_size} workers."
+            f"{session.job.world_size} workers."
         )
     mesh = DeviceMesh.from_group([dp_group, shards], kind, mesh=ranks, mesh_dim_names=("dp", "sharding"))
-    return mesh, session.process_group
+    return mesh, session.job.process_group

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
-from fleet.job.running import running_session
+from fleet.job.running import running_job
 from fleet.strategies._gradients.flat import broadcast_from_rank_0, chunks, copy_back, flattened
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import local
@@ -207,7 +207,7 @@ def unwrap_optimizer(optimizer: Any, optimizer_instances: type | Sequence[type] 
 
 
 def _axes(call: str) -> Any:
-    session = running_session()
-    if session is None:
+    job = running_job()
+    if job is None:
         raise NotInitializedError(f"{call}() needs a running job: call fleet.init(is_collective=True) first.")
-    return session.axes
+    return job.axes

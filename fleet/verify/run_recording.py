@@ -112,10 +112,10 @@ class Recording:
         if session is None:
             self.record.write("job", data_rank=None, parts=False, notes=[], plan=[])
             return
-        parts = session.collective and session.axes.size(*_MODEL_AXES) > 1
+        parts = session.job.collective and session.job.axes.size(*_MODEL_AXES) > 1
         self.record.write(
             "job",
-            data_rank=session.data_rank,
+            data_rank=session.job.data_rank,
             parts=bool(parts),
             notes=list(session.plan.notes),
             plan=[step.name for step in session.plan.steps],
@@ -134,9 +134,13 @@ class Recording:
                     for name, value in module.state_dict().items():
                         if name in known and known[name].shape == value.shape:
                             value.copy_(known[name])
-        elif session is not None and session.collective and session.axes.size("mp") > 1 == session.axes.size("pp"):
+        elif (
+            session is not None
+            and session.job.collective
+            and session.job.axes.size("mp") > 1 == session.job.axes.size("pp")
+        ):
             self._inside_step += 1
-            state = session.models[0].full_state_dict(keep=session.global_rank == 0)
+            state = session.models[0].full_state_dict(keep=session.job.global_rank == 0)
             self._inside_step -= 1
             plain = {name: value for name, value in state.items() if isinstance(value, Tensor)}
             save_tensors(self.record.folder / "initial.npz", plain)
@@ -295,8 +299,8 @@ class Recording:
     def _parameters(self) -> dict[str, Any]:
         """Returns digests of all parameters; where they are divided, of the whole ones, on worker 0."""
         session = running_session()
-        if session is not None and session.collective and session.axes.size(*_MODEL_AXES) > 1:
-            first = session.global_rank == 0
+        if session is not None and session.job.collective and session.job.axes.size(*_MODEL_AXES) > 1:
+            first = session.job.global_rank == 0
             states = [model.full_state_dict(keep=first) for model in session.models]
             return {
                 name: whole_digest(value)

@@ -151,7 +151,7 @@ def trained_with(rank: int, world_size: int, kind: str, ports: list[int]) -> lis
     net = fleet.distributed_model(model)
     net(torch.tensor([[float(rank)]])).sum().backward()
     optimizer.step()
-    assert fleet.session.collective
+    assert fleet.session.job.collective
     return [fleet.worker_index(), fleet.worker_num(), model.weight.item()]
 
 

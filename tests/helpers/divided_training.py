@@ -204,7 +204,7 @@ def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = 
 
     session = running_session()
     assert session is not None
-    replicas, replica = session.axes.data_replicas, session.axes.data_rank
+    replicas, replica = session.job.axes.data_replicas, session.job.axes.data_rank
     losses, first, last = plain_training(steps, replicas)
     net = Gpt(kit)
     fill(net)
@@ -221,7 +221,7 @@ def compare(kit: Kit, steps: int = 4, wrap: Callable[[nn.Module], Any] | None = 
             gradients = {name: gathered(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.clear_grad()
-        mine.append(fleet.all_reduce(loss.detach(), "sum").item() / session.world_size)
+        mine.append(fleet.all_reduce(loss.detach(), "sum").item() / session.job.world_size)
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, mine, strict=True)),
         "gradients": apart(gradients, first, layouts),

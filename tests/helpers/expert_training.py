@@ -121,8 +121,8 @@ def on_mesh(rank: int, world_size: int, jobs: list[tuple[dict[str, int], dict[st
         model = fleet.distributed_model(net)
         model.load_full_state_dict(start if rank == 0 else {})
         optimizer = fleet.distributed_optimizer(torch.optim.AdamW(net.parameters(), 0.01, eps=1e-3))
-        own = slice(session.axes.data_rank * ROWS // session.axes.data_replicas, None)
-        own = slice(own.start, own.start + ROWS // session.axes.data_replicas)
+        own = slice(session.job.axes.data_rank * ROWS // session.job.axes.data_replicas, None)
+        own = slice(own.start, own.start + ROWS // session.job.axes.data_replicas)
         result = train(model, net, optimizer, own)
         result["whole"], whole = model.full_state_dict(), optimizer.full_state_dict()
         result["state"] = whole["state"]

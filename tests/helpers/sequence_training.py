@@ -106,7 +106,7 @@ def whole_of(tensor: Tensor, name: str, model: nn.Module) -> Tensor:
     if layout is None:
         return tensor.detach().clone()
     assert session is not None
-    group: Any = session.axes.group(layout.axis)
+    group: Any = session.job.axes.group(layout.axis)
     parts = [torch.empty_like(tensor) for _ in range(layout.parts)]
     torch.distributed.all_gather(parts, tensor.detach().contiguous(), group=group)
     return layout.joined(parts)
@@ -129,7 +129,7 @@ def on_mesh(rank: int, world_size: int, degrees: dict[str, int], kind: str) -> d
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     wrapped, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
     split = parallel.split_inputs_sequence_dim_load_balance if kind == "cp" else parallel.split_inputs_sequence_dim
-    own = slice(session.axes.data_rank, None, session.axes.data_replicas)
+    own = slice(session.job.axes.data_rank, None, session.job.axes.data_replicas)
     found, gradients = [], {}
     for tokens, labels in zip(*rows(), strict=True):
         part = split({"tokens": tokens[own], "labels": labels[own]})

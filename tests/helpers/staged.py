@@ -52,7 +52,7 @@ def started(degrees: dict[str, int], stage: int = 1) -> tuple[Any, Any]:
     session = running_session()
     assert session is not None
     session.job.listeners.get(Watched).close()
-    torch.manual_seed(session.axes.data_rank + 7)
+    torch.manual_seed(session.job.axes.data_rank + 7)
     net = staged()
     model: Any = fleet.distributed_model(net)
     named = [(p, p.dim() > 1) for p in model.parameters()]

@@ -145,7 +145,7 @@ class Beside:
         self.plain = torch.optim.SGD(whole.parameters(), lr=case.rate)
         session = running_session()
         assert session is not None
-        self.axes = session.axes
+        self.axes = session.job.axes
 
     def train(self, step: int) -> None:
         """Compares the loss and the gradients of one step."""

@@ -40,7 +40,7 @@ class Divided(Toy):
     def __init__(self) -> None:
         session = running_session()
         assert session is not None
-        super().__init__(session.axes)
+        super().__init__(session.job.axes)
         del self.head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def layers_of(switch: str) -> PipelineLayer:
 
 def _stages() -> int:
     session = running_session()
-    return 1 if session is None else session.axes.size("pp")
+    return 1 if session is None else session.job.axes.size("pp")
 
 
 def clipping(kind: str, model: nn.Module, seen: list[float]) -> Any:

@@ -72,4 +72,4 @@ def test_the_count_of_workers_is_one_inside_a_loss_alone(accelerator: Any) -> No
 
 def test_the_end_of_training_leaves_the_groups_to_fleet(accelerator: Any) -> None:
     accelerator.end_training()
-    assert not accelerator.session.closed
+    assert not accelerator.session.job.closed

@@ -59,7 +59,7 @@ def staged(rank: int, world_size: int, start: dict[str, Tensor]) -> tuple[list[f
     clip = ClipGradByGlobalNorm(0.3)
     optimizer = fleet.distributed_optimizer(fleet.optimizer.SGD(0.1, parameters=net.parameters(), grad_clip=clip))
     model.load_full_state_dict(start if rank == 0 else {})
-    own = slice(4 * session.axes.data_rank, 4 * session.axes.data_rank + 4)
+    own = slice(4 * session.job.axes.data_rank, 4 * session.job.axes.data_rank + 4)
     losses = [model.train_batch([x[own], y[own]], optimizer).item() for x, y in zip(*rows(), strict=True)]
     return losses, model.full_state_dict()
 

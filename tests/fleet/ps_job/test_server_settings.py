@@ -304,7 +304,7 @@ def test_another_user_of_the_machine_is_kept_out(tmp_path: Path, monkeypatch: py
 
     def work(own: Fleet, rank: int) -> None:
         model, optimizer = served(own, strategy("async"), make_sgd)
-        endpoints = own.session.record.server_endpoints
+        endpoints = own.session.job.record.server_endpoints
         for secret in (theirs, b"\0"):
             client = Client(ClientConfig(endpoints=endpoints, secret=secret, heartbeat=False), notify=silent)
             with pytest.raises(PSError, match="another job secret"):

@@ -147,7 +147,7 @@ def test_a_real_torchrun(tmp_path: Path) -> None:
         "from fleet import fleet\n"
         "fleet.init(is_collective=True)\n"
         "total = fleet.all_reduce(fleet.worker_index() + 1)\n"
-        "text = f'{total} {fleet.worker_num()} {fleet.local_rank()} {fleet.session.record.source}'\n"
+        "text = f'{total} {fleet.worker_num()} {fleet.local_rank()} {fleet.session.job.record.source}'\n"
         "pathlib.Path(sys.argv[1], str(fleet.worker_index())).write_text(text)\n"
     )
     options = ["--standalone", "--nproc-per-node", "2"]

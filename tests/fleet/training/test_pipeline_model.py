@@ -163,7 +163,7 @@ class Sometimes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.always(x)
         session = running_session()
-        return self.even(found) if session is not None and session.axes.data_rank == 0 else found
+        return self.even(found) if session is not None and session.job.axes.data_rank == 0 else found
 
 
 def unused_parameters(degrees: dict[str, int]) -> None:

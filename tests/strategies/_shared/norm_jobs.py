@@ -130,7 +130,7 @@ def init(**options: Any) -> Axes:
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
     session = running_session()
     assert session is not None
-    return session.axes
+    return session.job.axes
 
 
 def on_meshes(rank: int, world_size: int, meshes: list[tuple[dict[str, Any], list[str]]]) -> list[dict[str, Any]]:
