@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["EXIT", "ExitStatus"]
-
 
 class ExitStatus:
     """Notes how this process ends.

@@ -7,8 +7,6 @@ from importlib import import_module
 
 from fleet.errors import ConfigError, did_you_mean
 
-__all__ = ["run"]
-
 _PLACES = {"ray": "fleet.integrations.ray_command", "slurm": "fleet.launch.slurm.slurm_command"}
 _USAGE = "usage: python -m fleet launch-on {ray,slurm} [options] [launcher's flags] script [arguments]"
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from fleet.errors import did_you_mean
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(
     package: str, homes: Mapping[str, str], modules: Iterable[str] = ()

@@ -9,8 +9,6 @@ from typing import Any
 
 from fleet.errors import ConfigError, did_you_mean
 
-__all__ = ["object_in"]
-
 
 def object_in(place: str) -> Any:
     """Returns what ``FILE:NAME`` names; the file is imported, with its folder on the import path.

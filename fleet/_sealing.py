@@ -11,8 +11,6 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-__all__ = ["PROOF_BYTES", "SEAL_BYTES", "MessageSeals", "prove", "same"]
-
 PROOF_BYTES = SEAL_BYTES = 32
 _BLOCK_BYTES = 64
 

@@ -25,7 +25,7 @@ from fleet.clip import GradientClip
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.regularizer import L1Decay, L2Decay
 from fleet.strategies._shared.muon import MuonRule
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of
 from fleet.strategies.lamb import LambAdam
 
 __all__ = [
@@ -349,10 +349,7 @@ class _Rule(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

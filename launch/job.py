@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from fleet._addresses import means_itself, split_endpoint
 from fleet.env import Environment
@@ -37,7 +38,6 @@ from fleet.launch.membership.generation import (
     Alone,
     Generation,
     LeftJobError,
-    Membership,
     Outcome,
     StoppedBySignalError,
     taken_name,
@@ -62,6 +62,11 @@ from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.supervisor import Supervisor
 from fleet.launch.processes.watch import open_watch
 from fleet.launch.processes.worker_file import PREEMPTED
+
+if TYPE_CHECKING:
+    from fleet.launch.membership.engine import Engine
+
+Membership: TypeAlias = "Alone | Engine"
 
 
 def run(config: LaunchConfig, environment: Environment) -> int:

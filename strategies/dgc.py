@@ -20,7 +20,7 @@ from fleet.strategies._gradients.flat import copy_back, flattened
 from fleet.strategies._gradients.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, shared_by_two, users_step_hooks
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, shared_by_two, users_step_hooks
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -303,10 +303,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         """
         if self._compressor.lost:
             raise ConfigError(shared_by_two("dgc"))
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         check_hooks(self.optimizer)
         updates = {p: p.grad for p in self.parameters() if p.grad is not None and self._compressor.compresses(p)}
         for parameter in updates:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from fleet.errors import LaunchError, WorkerFailedError
 
-__all__ = ["LauncherEnd", "job_error"]
-
 _KEPT_CHARACTERS = 20_000
 _LINES = 40
 _ELSEWHERE = "Another node ended the job"

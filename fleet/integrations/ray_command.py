@@ -11,8 +11,6 @@ from fleet.integrations.ray import launch
 from fleet.launch.cli.command_options import CommandOptions, cut_options
 from fleet.launch.cli.parser import parse_command_line
 
-__all__ = ["run"]
-
 _PROGRAM = "python -m fleet launch-on ray"
 _ABOUT = """Places one launcher on each of N nodes of a Ray cluster, prints what worker 0 prints, and ends when the job
 has ended. Options of this command come first, then the launcher's flags, the script and its arguments:

@@ -27,8 +27,6 @@ from fleet.integrations.launcher_end import LauncherEnd, job_error
 from fleet.integrations.ray_node import LauncherActor
 from fleet.integrations.ray_request import RayRequest
 
-__all__ = ["RayJob"]
-
 _SAID_EACH_S = 3.0
 _FOLLOWED_S = 0.5
 _PLACED_S = 0.5  # the least that a placement gets, also with timeout_s=0

@@ -20,8 +20,6 @@ from fleet.env import Environment
 from fleet.integrations.ray_request import SET_VARIABLES
 from fleet.launch.plan.ports import free_ports
 
-__all__ = ["LauncherActor"]
-
 _BLOCK = 1 << 16
 _KEPT = ("FLEET_POD",)  # a cluster that a job's worker has started ends with that job
 

@@ -14,8 +14,6 @@ from fleet.launch.cli.command_options import check_set_flags
 from fleet.launch.cli.flags import FLAGS
 from fleet.launch.cli.parser import parse_command_line
 
-__all__ = ["SET_VARIABLES", "RayRequest", "read_request"]
-
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SETS = "fleet.integrations.ray sets, from the nodes that Ray gives"
 _RAY_PLACES = "the GPUs of a bundle are Ray's choice"

@@ -15,8 +15,6 @@ import sys
 
 from fleet.launch.cli.cli import main
 
-__all__ = ["tie"]
-
 
 def tie(descriptor: int) -> bool:
     """Makes the kernel send SIGTERM when a pipe's last writer is gone; returns whether there is one now."""

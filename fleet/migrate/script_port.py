@@ -81,13 +81,11 @@ class ScriptPort:
         self.strategy: list[str] = []
         self._inits: list[cst.CSTNode] = []
         self._imports: list[str] = []
-        self._has_import = False
 
     # ---- import and init -----------------------------------------------------------------------------------------
 
     def import_fleet(self, line: str = "from fleet import fleet") -> None:
         """Adds the import after the last one of torch at the top, or after the last one."""
-        self._has_import = True
         if line not in self._imports:
             self._imports.append(line)
 

@@ -12,8 +12,6 @@ from typing import Any
 from fleet.errors import ConfigError, OptionWarning
 from fleet.ps.worker.trainer import Trainer
 
-__all__ = ["LoadWarning"]
-
 _INSTEAD = "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname)."
 
 

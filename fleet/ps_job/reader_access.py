@@ -11,8 +11,6 @@ from fleet.ps.wire.transport import SocketTransport, stays_here
 from fleet.ps_job.server_settings import read_worker_tls
 from fleet.ps_job.user_secret import read_user_secret
 
-__all__ = ["read_access"]
-
 
 def read_access(endpoints: Sequence[str], job: str | None, wire: str) -> ReadAccess:
     """Returns what a ``fleet.ps.Reader`` of servers needs, by FLEET_JOB_SECRET and FLEET_PS_CA.

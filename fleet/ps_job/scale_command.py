@@ -12,8 +12,6 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, PSError
 from fleet.ps_job.server_line import tell_server
 
-__all__ = ["Move", "plan_moves", "run"]
-
 _ABOUT = """Divides the shards of a running job over NUMBER of its server processes: shards move, one after the other,
 while training goes on; nothing is lost, and workers wait for less than a second. The job must have been started with
 --server_shards (and --server_spare for processes that serve nothing at first), and this command with the

@@ -60,8 +60,6 @@ from fleet.strategies.asp import Asp
 if TYPE_CHECKING:
     from fleet.job.job import Job
 
-__all__ = ["ServerJob"]
-
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _OWN_CONNECTIONS = 256  # of one worker to the server inside it
 _QUEUE_VARIABLES = {

@@ -15,8 +15,6 @@ from fleet.ps.wire.transport import SocketTransport, stays_here
 from fleet.ps_job.server_settings import read_worker_tls
 from fleet.ps_job.user_secret import read_user_secret
 
-__all__ = ["tell_server"]
-
 _LIMIT_S = 60.0
 
 

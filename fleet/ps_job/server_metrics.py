@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState
     from fleet.ps.worker.trainer import Trainer
 
-__all__ = ["Metrics", "address_towards", "serve_measures"]
-
 _HIGHEST = 65535
 # Anybody who reaches the port may ask: who says nothing makes room, and nobody stays for long.
 _MOST_CALLERS, _SCRAPE_S, _LONGEST_REQUEST = 32, 10.0, 16384

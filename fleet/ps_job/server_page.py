@@ -17,8 +17,6 @@ from fleet.trackers.page_trackers import write_record
 if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState
 
-__all__ = ["write_server_page"]
-
 _PERIOD_S = 1.0
 _numbers = count()  # a process may serve several shards
 

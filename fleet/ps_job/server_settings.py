@@ -15,20 +15,6 @@ from fleet._addresses import join_endpoint, split_endpoint
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
-__all__ = [
-    "Keeping",
-    "other_places",
-    "read_count",
-    "read_keeping",
-    "read_bound_socket",
-    "read_places",
-    "read_standbys",
-    "read_seconds",
-    "read_server_tls",
-    "read_worker_tls",
-    "thread_note",
-]
-
 LEVELS = (0, 1, 2, 3)
 
 

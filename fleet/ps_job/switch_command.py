@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from fleet.env import Environment
 from fleet.ps_job.server_line import tell_server
 
-__all__ = ["run"]
-
 _ABOUT = """Lets the standby of SERVER serve the workers from now on, and makes SERVER its standby: to empty a machine
 or go back after a failure. Nothing is lost, and workers wait for less than a second. The servers must have been started
 with standbys (launcher: --server_standby), and this command with the FLEET_JOB_SECRET and FLEET_PS_CA of the job."""

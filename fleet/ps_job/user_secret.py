@@ -14,8 +14,6 @@ from pathlib import Path
 from fleet.env import Environment
 from fleet.errors import ConfigError
 
-__all__ = ["read_user_secret"]
-
 NAME = "job-secret"
 SECRET_BYTES = 32
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from fleet.trackers.line_file import LineFile
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["CsvTracker"]
-
 _HEAD = "step,time,name,value"
 
 

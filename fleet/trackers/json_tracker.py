@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from fleet.trackers.line_file import LineFile
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["JsonTracker"]
-
 
 class JsonTracker(Tracker):
     """Writes ``<folder>/<run>.jsonl``; JSON has no NaN and no infinities, so these are written as null."""

@@ -28,8 +28,6 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.trackers.tracker import Tracker
 
-__all__ = ["KubeflowTracker"]
-
 _URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 _TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LineFile"]
-
 
 class LineFile:
     """Appends whole lines; each is on its way to the disk when :meth:`write` returns.

@@ -11,8 +11,6 @@ from fleet._exit_status import EXIT
 from fleet.errors import ConfigError
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["MlflowTracker"]
-
 _LONGEST = 500  # characters of a parameter's value
 
 

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.trackers.tracker import Tracker
 
-__all__ = ["GROUP", "check_trackers", "is_own", "make_tracker", "tracker_names"]
-
 GROUP = "fleet.trackers"  # of entry points
 
 # Name -> module and class, the package that it needs, and the extra that installs that.

@@ -22,8 +22,6 @@ from typing import Any
 
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["CurvePage", "RankPage", "write_record"]
-
 _PERIOD_S = 0.5
 _SHARE = 1 / 500
 

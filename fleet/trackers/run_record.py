@@ -8,8 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RunRecord"]
-
 
 class RunRecord:
     """The file ``.<name>.run`` of a run: by which launch it was begun, and whether the script passes its own steps.

@@ -8,8 +8,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["TensorboardTracker"]
-
 _FLUSH_S = 10
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-__all__ = ["RunInfo", "Tracker"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:

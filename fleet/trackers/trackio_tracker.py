@@ -8,8 +8,6 @@ import trackio
 
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["TrackioTracker"]
-
 
 class TrackioTracker(Tracker):
     """Writes a run of the project; ``trackio show`` shows it. ``TRACKIO_DIR`` says where."""

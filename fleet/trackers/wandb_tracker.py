@@ -10,8 +10,6 @@ import wandb
 from fleet._exit_status import EXIT
 from fleet.trackers.tracker import RunInfo, Tracker
 
-__all__ = ["WandbTracker"]
-
 
 class WandbTracker(Tracker):
     """Writes a run of the project; its own settings (WANDB_MODE, WANDB_ENTITY, ...) hold."""

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._shared.casts import map_tensors
 
-__all__ = ["check_placement", "move_model", "move_state"]
-
 
 def check_placement(module: nn.Module, device: torch.device) -> None:
     """Raises ConfigError where ``module`` cannot train on ``device``, that of this worker."""

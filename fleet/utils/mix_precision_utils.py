@@ -6,6 +6,8 @@ from typing import Any
 
 from fleet.errors import UnsupportedOptionError
 
+__all__ = ["MixPrecisionLayer", "MixPrecisionOptimizer", "MixPrecisionScaler"]
+
 
 def _refuse(call: str, instead: str) -> UnsupportedOptionError:
     return UnsupportedOptionError(

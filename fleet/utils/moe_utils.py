@@ -2,3 +2,5 @@
 
 from fleet.moe.token_exchange import global_gather as global_gather
 from fleet.moe.token_exchange import global_scatter as global_scatter
+
+__all__ = ["global_gather", "global_scatter"]

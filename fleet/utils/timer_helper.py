@@ -6,6 +6,8 @@ from typing import Any
 
 from fleet.errors import UnsupportedOptionError
 
+__all__ = ["get_timers", "set_timers"]
+
 
 def get_timers() -> Any:
     """Refused; use torch.profiler.

@@ -22,13 +22,13 @@ from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch.cli.elastic import check_server_job, read_elastic
 from fleet.launch.cli.modes import PS, infer_mode, log_style
 from fleet.launch.cli.parser import CommandLine, parse_command_line
-from fleet.launch.cli.roles import Roles, read_roles
+from fleet.launch.cli.roles import read_roles
 from fleet.launch.cli.script import check_shadow, misplaced_flags, read_script
 from fleet.launch.cli.settings import Settings, launcher_environment, read_settings
 from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_cards
 from fleet.launch.plan.local_machine import Machine
-from fleet.launch.plan.nodes import Nodes, first_port, read_meeting, read_nodes, settings_ready
-from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.plan.nodes import first_port, read_meeting, read_nodes, settings_ready
+from fleet.launch.plan.records import LaunchConfig, Nodes, Roles
 from fleet.launch.processes.profile_range import read_range
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
 from fleet._addresses import hide_user, join_endpoint, split_endpoint, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.cli.settings import Settings
 from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
-from fleet.launch.plan.nodes import Nodes, read_range
-from fleet.launch.plan.records import LaunchConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elastic:
-    """The elastic settings, under the names of :class:`LaunchConfig`'s fields."""
-
-    is_elastic: bool = False
-    elastic_server: str | None = None
-    elastic_scale: int = 0
-    elastic_force: bool = False
-    elastic_pre_hook: str | None = None
-    elastic_fault_level: int = 1
-    elastic_ttl_s: int = 5  # of a fixed job at the key-value service
-    is_scheduled: bool = False
+from fleet.launch.plan.nodes import read_range
+from fleet.launch.plan.records import Elastic, LaunchConfig, Nodes
 
 
 def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> tuple[Elastic, Nodes]:

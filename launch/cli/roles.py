@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fleet._addresses import check_distinct, join_endpoint, split_endpoint, split_list
 from fleet.env import Environment
@@ -10,25 +10,9 @@ from fleet.errors import ConfigError
 from fleet.launch.cli.modes import is_scheduled_ps
 from fleet.launch.cli.settings import Settings
 from fleet.launch.plan.local_machine import Machine
+from fleet.launch.plan.records import Roles
 
 _FIRST_WORKER_PORT = 6170  # of workers listed without a port, counted up along the list
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """Servers and workers, under the names of :class:`LaunchConfig`'s fields; empty lists: ports are chosen later."""
-
-    server_num: int = 0
-    server_standby: bool = False
-    server_shards: int = 0
-    server_spare: int = 0
-    worker_num: int = 0
-    servers: tuple[str, ...] = ()
-    workers: tuple[str, ...] = ()
-    local_servers: tuple[int, ...] = ()
-    local_workers: tuple[int, ...] = ()
-    is_single_node: bool = True
-    host: str | None = None
 
 
 def read_roles(settings: Settings, environment: Environment, machine: Machine, *, meets: bool) -> Roles:

@@ -17,7 +17,8 @@ from fleet.errors import LaunchError
 from fleet.launch.membership.etcd import EtcdStore, EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.outage import ContactAnswer
-from fleet.launch.membership.store import View, Wakeup
+from fleet.launch.membership.store import View
+from fleet.launch.processes.signals import Wakeup
 
 # How long the record of a job that is over stays, for launchers that come late.
 END_LEASE_S = 600

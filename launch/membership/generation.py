@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fleet.errors import LaunchError
 from fleet.launch.plan.records import GroupResult
@@ -48,26 +48,6 @@ class LeftJobError(LaunchError):
 def taken_name(pod_id: str) -> str:
     """Returns what a launcher says when another one of the job has its name: they would be one node to the others."""
     return f"Another launcher of this job has the pod id {pod_id}; it is drawn at each start. Start this one again."
-
-
-class Membership(Protocol):
-    """What the job's loop asks of a membership."""
-
-    @property
-    def news(self) -> PeerNews | None:
-        """What the other nodes want while a generation runs; None when no news can come."""
-
-    def join(self, peer: Mapping[str, Any]) -> Generation:
-        """Publishes this node's record and returns the next generation once all its nodes agree on it."""
-
-    def announce_end(self, result: GroupResult, failure: str) -> None:
-        """Tells the other nodes that this one is about to stop; ``failure`` is the sentence about its first failure."""
-
-    def settle(self, result: GroupResult) -> Outcome:
-        """Returns what the end of this node's group means for the job."""
-
-    def close(self) -> None:
-        """Leaves the job."""
 
 
 class Alone:

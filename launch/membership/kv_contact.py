@@ -15,9 +15,9 @@ from typing import Any
 from fleet._addresses import join_endpoint
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
-from fleet.launch.membership.store import StoreLostError, View, Wakeup
+from fleet.launch.membership.store import StoreLostError, View
 from fleet.launch.processes.logs import LaunchLog
-from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.processes.signals import SignalInbox, Wakeup
 
 _NOTICE_PERIOD_S = 5.0
 _FORGET_S = 1.0

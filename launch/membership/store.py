@@ -7,8 +7,6 @@ record by compare-and-set.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,35 +27,6 @@ class View:
     texts: dict[str, str] = field(default_factory=dict)  # the same as stored, for compare-and-set
     created: dict[str, int] = field(default_factory=dict)
     unproved: dict[str, str] = field(default_factory=dict)  # key -> host, of records that strangers wrote
-
-
-class Wakeup:
-    """A pipe through which threads wake the main thread; ``fileno`` is readable when there may be something to do."""
-
-    def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
-
-    def fileno(self) -> int:
-        """Returns the descriptor to wait on."""
-        return self._read_fd
-
-    def drain(self) -> None:
-        """Makes ``fileno`` unreadable until the next news."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._read_fd, 4096):
-                pass
-
-    def notify(self) -> None:
-        """Makes ``fileno`` readable."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._write_fd, b"!")
-
-    def close_pipe(self) -> None:
-        """Closes the pipe; no thread may use it any more."""
-        os.close(self._read_fd)
-        os.close(self._write_fd)
 
 
 class Store(Protocol):

@@ -44,7 +44,7 @@ def open_page(config: LaunchConfig, log: LaunchLog) -> Iterator[JobView | None]:
         finally:
             server.close()
     finally:
-        view.requests.close()
+        view.requests.close_pipe()
 
 
 def _address_line(config: LaunchConfig, server: PageServer) -> str:

@@ -8,27 +8,22 @@ import queue
 import threading
 from collections.abc import Mapping
 
+from fleet.launch.processes.signals import Wakeup
 from fleet.launch.processes.stacks import Stack, ask_for_stacks, is_stopped
 from fleet.launch.processes.worker_file import SHOWS_STACKS, WorkerFile
 
 Live = Mapping[str, tuple[int, WorkerFile | None]]
 
 
-class StackRequests:
-    """Hands questions from the page's threads to the supervising thread.
+class StackRequests(Wakeup):
+    """Hands questions from the page's threads to the supervising thread; ``fileno`` is readable while somebody asks.
 
     A process id may be given back as soon as that thread has reaped the process, so no other thread sends signals.
     """
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
+        super().__init__()
         self._asked: queue.SimpleQueue[_Question] = queue.SimpleQueue()
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable while somebody asks."""
-        return self._read_fd
 
     def ask(self, name: str, limit_s: float = 10.0) -> str:
         """Returns the stacks of all threads of the process ``name``, or a sentence that says why there are none."""
@@ -42,8 +37,7 @@ class StackRequests:
 
     def answer(self, live: Live) -> None:
         """Answers what was asked; ``live`` are the process id and file of each process that runs, by name."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read_fd, 4096)
+        self.drain()
         asked = []
         while not self._asked.empty():
             asked.append(self._asked.get())
@@ -56,11 +50,6 @@ class StackRequests:
             stack = found.get(pid, Stack())
             cut = "" if stack.is_whole else "[cut off: the process wrote no more within a second]\n"
             question.give(stack.text + cut if stack.text else _why_none(question.name, file, pid))
-
-    def close(self) -> None:
-        """Closes the descriptors."""
-        os.close(self._read_fd)
-        os.close(self._write_fd)
 
 
 class _Question:

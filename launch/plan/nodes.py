@@ -6,8 +6,6 @@ of a scheduler (known as well); ``--nnodes`` with or without ``--master`` (the n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fleet._addresses import (
     check_distinct,
     is_loopback,
@@ -21,25 +19,10 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, did_you_mean
 from fleet.launch.cli.settings import Settings
 from fleet.launch.plan.local_machine import Machine
-from fleet.launch.plan.records import Peer
+from fleet.launch.plan.records import Nodes, Peer
 
 _TORCHRUN_PORT = 29500
 _NODE_FLAGS = ("nnodes", "master", "ips", "master_addr")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The nodes of the job, under the names of :class:`LaunchConfig`'s fields."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    node_rank: int = -1
-    master: str | None = None
-    ips: tuple[str, ...] = ()
-    host: str | None = None
-    static_peers: tuple[Peer, ...] = ()
-    is_single_node: bool = True
-    store_port: int | None = None
 
 
 def read_nodes(

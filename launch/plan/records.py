@@ -34,7 +34,53 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class Nodes:
+    """The nodes of the job."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int = -1  # -1: decided at the rendezvous
+    master: str | None = None  # ip:port, http://ip:port or etcd://ip:port
+    ips: tuple[str, ...] = ()
+    host: str | None = None
+    is_single_node: bool = True  # everything stays on 127.0.0.1
+    static_peers: tuple[Peer, ...] = ()  # every node, when the user or a scheduler listed them: no rendezvous
+    store_port: int | None = None  # port the user fixed for the process-group store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Servers and workers of a parameter-server job; empty lists: ports are chosen later."""
+
+    server_num: int = 0
+    server_standby: bool = False  # every server has a standby, on this node
+    server_shards: int = 0  # shards that the servers divide among themselves and that can move; 0: one each, for good
+    server_spare: int = 0  # server processes beside server_num that serve no shard at first
+    worker_num: int = 0
+    servers: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    local_servers: tuple[int, ...] = ()  # which of ``servers`` this node starts
+    local_workers: tuple[int, ...] = ()  # which of ``workers`` this node starts
+    is_single_node: bool = True
+    host: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """The elastic settings."""
+
+    is_elastic: bool = False
+    elastic_server: str | None = None
+    elastic_scale: int = 0
+    elastic_force: bool = False
+    elastic_pre_hook: str | None = None
+    elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
+    elastic_ttl_s: int = 5  # PADDLE_ELASTIC_TTL: how long a node may be silent, also of a fixed job
+    is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig(Nodes, Roles, Elastic):
     """What the user asked for, validated; ``arguments`` holds every flag as the configuration block prints it."""
 
     mode: str  # "collective" or "ps"
@@ -45,13 +91,6 @@ class LaunchConfig:
     original_argv: tuple[str, ...] = ()
     program: str = "python -m fleet.launch"
     log_style: str = "launch"  # "launch" (LAUNCH INFO lines only) or "fleetrun" (block and tables as well)
-    # nodes
-    min_nodes: int = 1
-    max_nodes: int = 1
-    node_rank: int = -1  # -1: decided at the rendezvous
-    master: str | None = None  # ip:port, http://ip:port or etcd://ip:port
-    ips: tuple[str, ...] = ()
-    host: str | None = None
     job_id: str = "default"
     # processes on this node
     nproc_per_node: int | None = None
@@ -59,14 +98,6 @@ class LaunchConfig:
     device_type: str = "cpu"  # "cpu" or "gpu", after looking at the machine
     backend: str = "auto"  # what --backend said: auto, gloo or nccl
     process_group_backend: str = "gloo"  # what it comes to: gloo or nccl
-    # parameter server
-    server_num: int = 0
-    server_standby: bool = False  # every server has a standby, on this node
-    server_shards: int = 0  # shards that the servers divide among themselves and that can move; 0: one each, for good
-    server_spare: int = 0  # server processes beside server_num that serve no shard at first
-    worker_num: int = 0
-    servers: tuple[str, ...] = ()
-    workers: tuple[str, ...] = ()
     with_gloo: int = 0
     http_port: int | None = None
     # logs
@@ -93,13 +124,8 @@ class LaunchConfig:
     given: tuple[str, ...] = ()  # names of the flags on the command line
     scratch_path: Path = Path("/tmp/fleet-pod")  # PADDLE_GLOO_FS_PATH; the running half makes and removes it
     sets_thread_count: bool = False  # OMP_NUM_THREADS=1 goes to the workers
-    is_single_node: bool = True  # everything stays on 127.0.0.1
-    static_peers: tuple[Peer, ...] = ()  # every node, when the user or a scheduler listed them: no rendezvous
-    local_servers: tuple[int, ...] = ()  # which of ``servers`` this node starts
-    local_workers: tuple[int, ...] = ()  # which of ``workers`` this node starts
     worker_devices: tuple[str, ...] = ()  # FLAGS_selected_gpus of each local worker; empty on CPU
     device_names: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES entry of each chosen device
-    store_port: int | None = None  # port the user fixed for the process-group store
     gloo_port: int = 6767
     port_range: tuple[int, int] | None = None  # PORT_RANGE
     fixed_port: int | None = None  # first port of this node: --start_port, FLAGS_START_PORT or FLAGS_FIXED_PORT
@@ -108,13 +134,6 @@ class LaunchConfig:
     enable_gpu_log: bool = True
     run_direct: bool = False  # the script is an executable of its own, not a Python file
     environment_limit: int = 48000  # longest value that goes into a child's environment (PADDLE_ENV_LIMIT_LEN)
-    # elastic
-    is_elastic: bool = False
-    elastic_server: str | None = None
-    elastic_scale: int = 0
-    elastic_force: bool = False
-    elastic_pre_hook: str | None = None
-    elastic_fault_level: int = 1  # PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL
 
     @property
     def server_ports(self) -> int:
@@ -142,9 +161,6 @@ class LaunchConfig:
     def page_folder(self) -> Path:
         """Where the processes of this node write what the page shows."""
         return self.scratch_path / "page"
-
-    elastic_ttl_s: int = 5  # PADDLE_ELASTIC_TTL: how long a node may be silent
-    is_scheduled: bool = False  # a failed node exits with 101, so that its scheduler starts it again
 
 
 @dataclass(frozen=True, kw_only=True)

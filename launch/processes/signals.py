@@ -28,16 +28,43 @@ class HasFileno(Protocol):
         """Returns the descriptor."""
 
 
-class SignalInbox:
+class Wakeup:
+    """A pipe through which threads wake the main thread; ``fileno`` is readable when there may be something to do."""
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait on."""
+        return self._read_fd
+
+    def drain(self) -> None:
+        """Makes ``fileno`` unreadable until the next news."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._read_fd, 4096):
+                pass
+
+    def notify(self) -> None:
+        """Makes ``fileno`` readable."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._write_fd, b"!")
+
+    def close_pipe(self) -> None:
+        """Closes the pipe; no thread may use it any more."""
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+
+class SignalInbox(Wakeup):
     """Collects SIGTERM, SIGINT and SIGHUP while it is open; ``fileno`` becomes readable when one has come.
 
     Outside the main thread nothing is installed, as Python allows handlers only there.
     """
 
     def __init__(self) -> None:
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
+        super().__init__()
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         self.received: list[int] = []
@@ -55,12 +82,7 @@ class SignalInbox:
             for number, handler in self._before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read_fd)
-        os.close(self._write_fd)
-
-    def fileno(self) -> int:
-        """Returns the descriptor to wait on."""
-        return self._read_fd
+        self.close_pipe()
 
     def wait(self, timeout_s: float, *others: HasFileno) -> None:
         """Returns when a signal has come, one of ``others`` is readable, or the time is over; opens no descriptor."""

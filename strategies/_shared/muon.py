@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import chunks, flattened
 from fleet.strategies._shared.norm import of_mesh
+from fleet.strategies._shared.optimizer_wrapper import loss_of
 from fleet.strategies._shared.parameter_layout import layout_of
 
 # Of the quintic iteration: chosen for the steepest slope at zero, not for convergence to 1.
@@ -59,10 +60,7 @@ class MuonRule(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in parameters):

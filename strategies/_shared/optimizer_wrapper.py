@@ -23,6 +23,14 @@ def _inside(name: str, meaning: str) -> Any:
     return property(attrgetter(f"optimizer.{name}"), write, delete, meaning)
 
 
+def loss_of(closure: Callable[[], float] | None) -> Any:
+    """Returns what the closure of a ``step()`` returns, which it computes with gradients; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class OptimizerWrapper(Optimizer):
     """Forwards everything to the optimizer inside; a subclass overrides what it changes.
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, users_step_hooks
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, users_step_hooks
 
 if TYPE_CHECKING:
     from fleet.ps.worker.trainer import Trainer
@@ -58,10 +58,7 @@ class ServedOptimizer(OptimizerWrapper):
                 "before training."
             )
         check_hooks(self.optimizer, self._trains_rows())  # they may have been added since
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.hybrid:
             self.trainer.step()
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, step_hooks_around
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -38,10 +38,7 @@ class RuleWrapper(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # The rule inside is not run, but what was to come before and after it is: clipping, above all.
         with step_hooks_around(self.optimizer):
             for group in self.param_groups:

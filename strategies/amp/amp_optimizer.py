@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import MODEL_AXES
 from fleet.strategies._shared.norm import any_nonfinite, everywhere
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -168,10 +168,7 @@ class AmpOptimizer(OptimizerWrapper):
             return None
         if not self._scale.in_use:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         finite = not self._found_by_any()
         if finite:
             super().step()

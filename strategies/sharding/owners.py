@@ -16,7 +16,7 @@ from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._gradients.flat import chunks, copy_back, flattened
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.norm import of_mesh
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, step_hooks_around
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
 from fleet.strategies.sharding.units import check_apart
 
@@ -79,10 +79,7 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates this worker's parameters and exchanges all of them; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with step_hooks_around(self.optimizer):  # they see every gradient; clipping is one of them
             self._update()
             self.exchange()

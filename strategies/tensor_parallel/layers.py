@@ -228,16 +228,14 @@ def check_ids(ids: Tensor, known: Tensor, size: int, layer: str, what: str) -> N
         raise ConfigError(f"{layer}: {what} {wrong} is outside 0 to {size - 1}. Check the data and the vocabulary.")
 
 
-def fill_weight(
-    weight: nn.Parameter, attr: Any, layer: str, default: Callable[[Tensor], Any], stream: str = STREAM
-) -> None:
+def fill_weight(weight: nn.Parameter, attr: Any, layer: str, default: Callable[[Tensor], Any]) -> None:
     """Initializes a divided ``weight`` as ``attr`` says, from the stream of this worker where that exists.
 
     Raises:
         ConfigError: ``attr`` is nothing that initializes a tensor, or asks for what cannot be done.
     """
     fill = default if attr is None else _initializer(attr, layer, default)
-    drawn: AbstractContextManager[None] = TRACKER.rng_state(stream) if stream in TRACKER.names else nullcontext()
+    drawn: AbstractContextManager[None] = TRACKER.rng_state(STREAM) if STREAM in TRACKER.names else nullcontext()
     with drawn, torch.no_grad():
         fill(weight)
     if getattr(attr, "trainable", True) is False:

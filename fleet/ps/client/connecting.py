@@ -13,6 +13,7 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout,
 _POLL_S = 0.2
 _GREETING_S = 0.05
 _SILENT_ENDS = 2
+_CONNECT_S = 1.0
 
 
 def wait_for_servers(
@@ -22,7 +23,6 @@ def wait_for_servers(
     notify: Callable[[str], None] = print,
     timeout_s: float | None = None,
     interval_s: float = 3.0,
-    connect_timeout_s: float = 1.0,
     others: Sequence[Sequence[str]] = (),
 ) -> None:
     """Waits until every server greets, at its endpoint or one of its ``others``; reports every ``interval_s`` seconds
@@ -36,7 +36,7 @@ def wait_for_servers(
     explained = False
     with ExitStack() as stack:
         groups = [
-            [_Probe(each, transport, connect_timeout_s) for each in (endpoint, *(others[index] if others else ()))]
+            [_Probe(each, transport) for each in (endpoint, *(others[index] if others else ()))]
             for index, endpoint in enumerate(endpoints)
         ]
         for probe in itertools.chain(*groups):
@@ -76,10 +76,9 @@ class _Probe:
     A connection without a greeting is kept: a server that starts later greets it first.
     """
 
-    def __init__(self, endpoint: str, transport: Transport, timeout_s: float) -> None:
+    def __init__(self, endpoint: str, transport: Transport) -> None:
         self.endpoint = endpoint
         self._transport = transport
-        self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._silent_ends = 0
 
@@ -87,7 +86,7 @@ class _Probe:
         """Returns whether a server has greeted, or has hung up twice because it expects TLS (connecting reports it)."""
         try:
             if self._connection is None:
-                self._connection = self._transport.connect(self.endpoint, self._timeout_s)
+                self._connection = self._transport.connect(self.endpoint, _CONNECT_S)
             self._connection.receive(memoryview(bytearray(1)), _GREETING_S, _GREETING_S)
         except TransferTimeout:
             return False

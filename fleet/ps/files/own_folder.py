@@ -39,6 +39,15 @@ def own_folder(path: Path) -> None:
         )
 
 
+def sync_names(folder: Path) -> None:
+    """Makes the names in ``folder``, or the content of a file, survive a power failure."""
+    fd = os.open(folder, os.O_RDONLY | PLAIN)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _refused(path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{path} {what}; a parameter server keeps its state in a folder that only its own user may write. Remove it, "

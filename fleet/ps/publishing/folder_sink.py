@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.ps.files.own_folder import sync_names
 from fleet.ps.publishing.delta import Delta, check_position, encode
 from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
 
@@ -151,16 +152,9 @@ class FolderSink:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        self._sync_folder()  # the names of the files that it names
+        sync_names(self._folder)  # the names of the files that it names
         draft.rename(self._folder / MANIFEST)
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_names(self._folder)
 
     def _remove_old(self, manifest: dict[str, Any], server: int, kept: set[str]) -> None:
         """Removes the files of ``server``, and of servers that the manifest has no longer, unless they are ``kept``."""

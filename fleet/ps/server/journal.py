@@ -34,7 +34,7 @@ from pathlib import Path
 
 from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import block_checksum
-from fleet.ps.files.own_folder import PLAIN, own_folder
+from fleet.ps.files.own_folder import own_folder, sync_names
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 from fleet.ps.wire.transport import ConnectionLost
@@ -122,10 +122,10 @@ class Journal:
             own_folder(self._folder)
             if self.level == 2:
                 for _, path in _segments(self._folder):
-                    _fsync(path)
+                    sync_names(path)
                 for folder in self._folder.absolute().parents[:3]:
                     with contextlib.suppress(PermissionError):  # then it is not one of ours
-                        _fsync(folder)  # or a power failure may lose the folder's own name
+                        sync_names(folder)  # or a power failure may lose the folder's own name
             self._open_segment()
         self._durable_lsn = self.last_lsn
         if self.level == 2:
@@ -252,7 +252,7 @@ class Journal:
         self._position = 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
-            _fsync(self._folder)  # or a power failure may lose the new name
+            sync_names(self._folder)  # or a power failure may lose the new name
         except OSError:  # later records belong to the old segment, which is complete
             os.close(self._fd)
             self._fd, self._position = before
@@ -331,14 +331,6 @@ class Journal:
 def _refused(error: OSError) -> str:
     # The kernel may have dropped what it could not write, and the next fdatasync would not report it again.
     return f"the disk did not take records: {error}"
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | PLAIN)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _segments(folder: Path) -> list[tuple[int, Path]]:

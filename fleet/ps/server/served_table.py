@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.wire.messages import TablePart
 
+Table = TypeVar("Table", bound=SparseTable | DenseTable)
 ServedTable: TypeAlias = "ServedSparse | ServedDense"
 
 _LONGEST_DAY = 256
@@ -147,22 +148,29 @@ def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> Se
     return ServedSparse(table)
 
 
-class ServedSparse:
-    """A :class:`SparseTable` behind the server."""
+class _Served(Generic[Table]):
+    """What the server keeps beside every table."""
 
-    def __init__(self, table: SparseTable) -> None:
+    def __init__(self, table: Table) -> None:
         self.table = table
         self.gate = table.gate
         self.order = threading.Lock()
-        self.learning_rate: float | None = None
-        self.day: str | None = None  # the last one that advance_day named
-        self.keeps_shows = table.config.accessor is not None
-        self.evicted = 0
+        self.learning_rate: float | None = None  # the rate it was set to; None while the configuration's applies
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the next push."""
         self.table.learning_rate = value
         self.learning_rate = value
+
+
+class ServedSparse(_Served[SparseTable]):
+    """A :class:`SparseTable` behind the server."""
+
+    def __init__(self, table: SparseTable) -> None:
+        super().__init__(table)
+        self.day: str | None = None  # the last one that advance_day named
+        self.keeps_shows = table.config.accessor is not None
+        self.evicted = 0
 
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
@@ -267,21 +275,10 @@ class ServedSparse:
         return stamps
 
 
-class ServedDense:
+class ServedDense(_Served[DenseTable]):
     """A :class:`DenseTable` behind the server."""
 
     keeps_shows = False
-
-    def __init__(self, table: DenseTable) -> None:
-        self.table = table
-        self.gate = table.gate
-        self.order = threading.Lock()
-        self.learning_rate: float | None = None
-
-    def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the next push."""
-        self.table.learning_rate = value
-        self.learning_rate = value
 
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""

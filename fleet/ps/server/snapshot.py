@@ -9,7 +9,6 @@ hold is durable: if one were lost, the row would get the change twice when it is
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from fleet.errors import CheckpointError, PSError
 from fleet.ps.files.chunks import read_chunks, write_chunk, write_end
-from fleet.ps.files.own_folder import own_folder
+from fleet.ps.files.own_folder import own_folder, sync_names
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.server.job_state import Held, JobState
 from fleet.ps.server.journal import read_journal
@@ -65,7 +64,7 @@ def write_snapshot(state: ServerState, folder: Path) -> Path:
         except BaseException:  # for example a full disk, which a half-written snapshot would keep full
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        _fsync(folder)
+        sync_names(folder)
         for path in _snapshots(folder):
             if path != target:
                 _remove(path)
@@ -131,16 +130,8 @@ def _write_job_state(path: Path, captured: dict[str, Any], lsn: int) -> None:
 def _flush(draft: Path) -> None:
     for path in draft.iterdir():
         path.chmod(0o600)
-        _fsync(path)
-    _fsync(draft)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_names(path)
+    sync_names(draft)
 
 
 def _remove(path: Path) -> None:

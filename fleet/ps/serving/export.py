@@ -101,23 +101,20 @@ class _Slot(nn.Module):
         return self.calls.answer(self.lookup, ids, offsets)
 
 
-class _Dense(nn.Module):
+class _Part(nn.Module):
     def __init__(self, model: nn.Module, calls: _Calls) -> None:
         super().__init__()
         self.model = model
         self.calls = calls
 
+
+class _Dense(_Part):
     def forward(self, rows: tuple[Tensor, ...], *inputs: Any) -> Any:
         self.calls.begin(rows)
         return self.model(*inputs)
 
 
-class _Ids(nn.Module):
-    def __init__(self, model: nn.Module, calls: _Calls) -> None:
-        super().__init__()
-        self.model = model
-        self.calls = calls
-
+class _Ids(_Part):
     def forward(self, *inputs: Any) -> tuple[tuple[Tensor, ...], ...]:
         self.calls.begin(None)
         self.model(*inputs)

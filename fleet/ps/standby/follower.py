@@ -136,7 +136,7 @@ class Follower:
     def _follow(self) -> None:
         line = connect(self._config, self._transport)
         try:
-            line.send(*follow_message(self._config, probe=False), LINE_S)
+            line.send(*_message(follow_fields(self._config, probe=False)), LINE_S)
             standing = decode_control(self._receive(line)[1])
             if standing.get("deposed") or not standing.get("leads") or standing["epoch"] < self._epoch.epoch:
                 raise PSError("it does not serve workers.")
@@ -333,12 +333,8 @@ def follow_fields(config: ServerConfig, *, probe: bool, stay: bool = False) -> d
     return {**own, "probe": probe, "stay": stay}
 
 
-def follow_message(config: ServerConfig, *, probe: bool, stay: bool = False) -> tuple[bytes, list[bytes]]:
-    """Returns the message that asks for the stream, or only for the standing of the other server."""
-    return _message(follow_fields(config, probe=probe, stay=stay))
-
-
 def _message(fields: dict[str, Any]) -> tuple[bytes, list[bytes]]:
+    """Returns the message that asks for the stream, or only for the standing of the other server."""
     body = control_body(fields)
     return encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body]
 

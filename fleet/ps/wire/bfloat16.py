@@ -23,9 +23,8 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return halves
 
 
-def from_bfloat16(halves: NDArray[Any], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """Returns the float32 values of bfloat16 bits, written to ``out`` where given."""
-    if out is None:
-        out = np.empty(halves.shape, np.float32)
+def from_bfloat16(halves: NDArray[Any]) -> NDArray[np.float32]:
+    """Returns the float32 values of bfloat16 bits."""
+    out = np.empty(halves.shape, np.float32)
     np.left_shift(halves, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
     return out

@@ -262,7 +262,32 @@ class SocketListener:
                 os.unlink(self.endpoint[5:])
 
 
-class SocketConnection:
+class _Stream:
+    """The socket of a connection: what does not depend on how bytes are sent."""
+
+    is_here = False
+    _sock: socket.socket
+
+    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
+        """Returns True: with TLS, bytes that were decrypted already do not show on the socket."""
+        return True
+
+    def is_cut(self) -> bool:
+        """Returns whether the stream has ended."""
+        poll = select.poll()
+        try:
+            # Where POLLRDHUP is missing, only what is reported in any case.
+            poll.register(self._sock, getattr(select, "POLLRDHUP", 0))
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+
+    def close(self) -> None:
+        """Ends the stream."""
+        _end(self._sock)
+
+
+class SocketConnection(_Stream):
     """A plain socket: usually one ``sendmsg`` and one ``recv_into`` per message."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
@@ -329,14 +354,6 @@ class SocketConnection:
         """Returns whether there is something to read within ``limit_s``."""
         return _has_byte(self._sock, limit_s, spin)
 
-    def is_cut(self) -> bool:
-        """Returns whether the stream has ended."""
-        return _is_cut(self._sock)
-
-    def close(self) -> None:
-        """Ends the stream."""
-        _end(self._sock)
-
 
 def _end(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
@@ -367,19 +384,8 @@ def _has_byte(sock: socket.socket, limit_s: float, spin: bool) -> bool:
         return True  # closed meanwhile: the read reports it
 
 
-def _is_cut(sock: socket.socket) -> bool:
-    poll = select.poll()
-    try:
-        poll.register(sock, getattr(select, "POLLRDHUP", 0))  # where it is missing: only what is reported in any case
-        return bool(poll.poll(0))
-    except (OSError, ValueError):
-        return True
-
-
-class TlsConnection:
+class TlsConnection(_Stream):
     """A TLS socket; about four times the processor time of a plain one."""
-
-    is_here = False
 
     def __init__(self, sock: ssl.SSLSocket, peer: str) -> None:
         self.peer = peer
@@ -415,23 +421,9 @@ class TlsConnection:
                 deadline = None if timeout_s is None else time.monotonic() + timeout_s
             filled += count
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
-        """Returns True: bytes that were decrypted already do not show on the socket."""
-        return True
 
-    def is_cut(self) -> bool:
-        """Returns whether the stream has ended."""
-        return _is_cut(self._sock)
-
-    def close(self) -> None:
-        """Ends the stream."""
-        _end(self._sock)
-
-
-class _LateTls:
+class _LateTls(_Stream):
     """An accepted socket whose TLS handshake happens at its first use, so that accepting never waits for a peer."""
-
-    is_here = False
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float) -> None:
         self.peer = peer
@@ -452,12 +444,3 @@ class _LateTls:
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         self._ready(idle_s).receive(view, timeout_s, idle_s)
-
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
-        return True
-
-    def is_cut(self) -> bool:
-        return _is_cut(self._sock)
-
-    def close(self) -> None:
-        _end(self._sock)

@@ -36,7 +36,7 @@ def test_reasons(tmp_path: Path) -> None:
     assert "shows no stacks: only workers do" in answered(requests, "server 0", {"server 0": (os.getpid(), None)})
     assert "has not called fleet.init() yet" in answered(requests, "worker 0", {"worker 0": (os.getpid(), file)})
     file.close()
-    requests.close()
+    requests.close_pipe()
 
 
 def test_a_stopped_process_stays_stopped(tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_a_stopped_process_stays_stopped(tmp_path: Path) -> None:
         assert is_stopped(process.pid)
         process.kill()
     file.close()
-    requests.close()
+    requests.close_pipe()
 
 
 def test_who_gets_no_answer_says_so() -> None:
     requests = StackRequests()
     assert requests.ask("worker 0", 0.05).startswith("No answer within 0.05 s")
-    requests.close()
+    requests.close_pipe()
 
 
 def test_stacks_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +78,4 @@ def test_stacks_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         == "worker 1 (process 17) wrote no stack within a second."
     )
     file.close()
-    requests.close()
+    requests.close_pipe()
