@@ -32,11 +32,18 @@ WHOLE = (
 
 
 @dataclass
+class StandInJob:
+    """The job of worker 0 on a mesh without workers, as far as layers of experts look at it."""
+
+    axes: StandInAxes
+
+
+@dataclass
 class StandInSession:
-    """What layers of experts ask of the running job: worker 0 on a mesh without workers."""
+    """Its session, likewise."""
 
     options: Any
-    axes: StandInAxes
+    job: StandInJob
 
 
 @contextmanager
@@ -47,7 +54,7 @@ def expert_layers(options: Any, degrees: Mapping[str, int], experts: Mapping[str
     stand_ins += [(BaseGate, "counted", _counted), (gates, "number_of", lambda count: 1)]
     stand_ins += [(MoELayer, "_by_expert", _by_expert), (MoELayer, "_answers", _answers)]
     if experts:
-        stand_in: Any = StandInSession(options, StandInAxes(degrees, 0, experts=experts))
+        stand_in: Any = StandInSession(options, StandInJob(StandInAxes(degrees, 0, experts=experts)))
         RUNNING.session = stand_in
     try:
         with replaced(stand_ins):

@@ -39,9 +39,8 @@ def place_of(rank: int, names: list[str], dims: list[int]) -> HybridCommunicateG
         hybrid = SimpleNamespace(**{f"{key}_degree": value for key, value in keys.items()})
         degrees, experts = plan_experts({"hybrid_configs": hybrid}, {**degrees, "cp": 1})
     axes = Axes(degrees, rank, experts=experts)
-    session: Any = SimpleNamespace(
-        axes=axes, global_rank=rank, world_size=prod(degrees.values()), process_group=None, degrees=degrees
-    )
+    job = SimpleNamespace(axes=axes, global_rank=rank, world_size=prod(degrees.values()), process_group=None)
+    session: Any = SimpleNamespace(job=job, degrees=degrees)
     fleet_name = {ours: name for name, ours in OURS.items()}
     return HybridCommunicateGroup(
         CommunicateTopology([fleet_name[axis] for axis in degrees], list(degrees.values())), session=session

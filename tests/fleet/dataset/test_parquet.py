@@ -30,8 +30,9 @@ def folder(tmp_path_factory):
 
 def _on(monkeypatch, rank, size, server_job=None):
     loops = SimpleNamespace(over=lambda data, batches: batches)
-    job = SimpleNamespace(listeners=SimpleNamespace(get=lambda kind: loops))
-    session = SimpleNamespace(data_rank=rank, data_replicas=size, server_job=server_job, job=job)
+    listeners = SimpleNamespace(get=lambda kind: loops)
+    job = SimpleNamespace(listeners=listeners, data_rank=rank, data_replicas=size)
+    session = SimpleNamespace(server_job=server_job, job=job)
     monkeypatch.setattr(_parquet, "running_session", lambda: session)
 
 

@@ -52,8 +52,8 @@ def facade(**session: Any) -> Fleet:
     """Returns a Fleet with a session that answers these questions."""
     found = Fleet()
     role = SimpleNamespace(is_worker=lambda: session.get("worker", True))
-    job = SimpleNamespace(host_group=session.get("host_group"))
-    found._session = SimpleNamespace(**{"role_maker": role, "world_size": 2, "job": job, **session})  # type: ignore[assignment]
+    job = SimpleNamespace(**{"world_size": 2, "host_group": None, **session})
+    found._session = SimpleNamespace(role_maker=role, job=job)  # type: ignore[assignment]
     return found
 
 

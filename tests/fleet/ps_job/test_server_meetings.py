@@ -148,7 +148,7 @@ def test_workers_that_do_not_ask_for_the_same_are_all_told(
 ) -> None:
     """What this worker asked, what the others did, and that nothing was done; then the job trains, loads and saves."""
     trainers = thread_trainers(2)
-    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda session: trainers[session.job.global_rank])
+    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda job: trainers[job.global_rank])
     work = partial(disagree, what=what, mode=mode, root=tmp_path)
     texts = run_job(work, num_workers=2, num_servers=2, strategy=strategy_of(mode, 2))
     rule = r"this worker asks to (.+), but not all ask for the same: (worker 0 asks to .+; worker 1 asks to .+)\. Every"

@@ -34,7 +34,7 @@ def hybrid(mode: str = "sync", num_workers: int = 2) -> fleet.DistributedStrateg
 def job(monkeypatch: pytest.MonkeyPatch, work: Any, *, num_workers: int = 2, **settings: Any) -> list[Any]:
     """Runs ``work`` on trainers that meet as threads."""
     trainers = thread_trainers(num_workers)
-    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda session: trainers[session.job.global_rank])
+    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda job: trainers[job.global_rank])
     made = settings.pop("strategy", hybrid(num_workers=num_workers))
     return run_job(work, num_workers=num_workers, strategy=made, **settings)
 
