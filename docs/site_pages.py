@@ -14,7 +14,19 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "strategies", "deploy", "benchmarks", "examples/*", "fleet/ps", "launch")
+FOLDERS = (
+    "docs",
+    "strategies",
+    "strategies/_gradients",
+    "deploy",
+    "benchmarks",
+    "examples/*",
+    "fleet/checkpoint",
+    "fleet/job",
+    "fleet/ps",
+    "fleet/training",
+    "launch",
+)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 
