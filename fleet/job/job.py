@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fleet.job.job_workers import Workers
+from fleet.job.job_workers import Workers, never
 from fleet.job.util import UtilBase
 
 if TYPE_CHECKING:
     from fleet.strategies._declare.fields import Values
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,7 +34,7 @@ class Job(Workers):
     optimizers: Sequence[Any] = ()
     strategies: Sequence[Any] = ()
     updating: int = 0
-    is_between_served_steps: Callable[[], bool] = _never
+    is_between_served_steps: Callable[[], bool] = never
     util: UtilBase = field(init=False)
 
     def __post_init__(self) -> None:

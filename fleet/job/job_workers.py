@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fleet.role.record import RoleRecord
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Returns False."""
     return False
 
 
@@ -54,7 +55,7 @@ class Workers:
     collective: bool = True
     process_group: dist.ProcessGroup | None = None
     meet_workers: Callable[..., dist.ProcessGroup] | None = None
-    meet_at_server: Callable[[], bool] = _never
+    meet_at_server: Callable[[], bool] = never
     axes: Axes = field(default_factory=lambda: Axes({}, 0))
     mesh: DeviceMesh | None = None
     models: Sequence[WrappedModel] = ()
