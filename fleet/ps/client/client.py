@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,12 +79,8 @@ def fill(
     share: list[tuple[TablePart, Target]],
     ticket: Ticket,
     changed: TakeChanged | None = None,
-    may_lack: Callable[[int], bool] | None = None,
 ) -> Callable[[Header, memoryview], None]:
-    """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids.
-
-    ``may_lack`` says of which tables the answer may bring nothing; it may bring the others in any order.
-    """
+    """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids."""
 
     def take(header: Header, body: memoryview) -> None:
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
@@ -93,14 +89,9 @@ def fill(
             found = [(part.table_id, part.ids, part.rows) for part in answered]
             changed({key: (ids, rows) for key, ids, rows in found if ids is not None and rows is not None})
             answered = [part for part in answered if part.ids is None]
-        due = share
-        if may_lack is not None:
-            places = {asked.table_id: (asked, target) for asked, target in share}
-            due = [places.pop(part.table_id) for part in answered if part.table_id in places]
-            due += [place for table_id, place in places.items() if not may_lack(table_id)]
-        if len(answered) != len(due):
-            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(due)}.")
-        for part, (asked, target) in zip(answered, due, strict=True):
+        if len(answered) != len(share):
+            raise MessageError(f"{len(answered)} tables in the answer to a pull of {len(share)}.")
+        for part, (asked, target) in zip(answered, share, strict=True):
             if part.table_id != asked.table_id or part.n != asked.n * asked.dim or part.rows is None:
                 raise MessageError(f"the answer for table {asked.table_id} has another size.")
             rows = part.rows.reshape(asked.n, asked.dim)
@@ -339,9 +330,8 @@ class Client:
             ends_step: this is the last push of the step; matters where staleness is bounded.
             positions: of the streams whose events these gradients hold, see :mod:`fleet.ps.server.stream_points`.
             out: what takes the values that dense tables of ``gradients`` have after the step: they come with the
-                answer, which waits for the step as a pull of the next one would. Of tables that are read where they
-                lie (:meth:`map_values`) the answer brings those that have left that memory; ``given`` of the ticket
-                says which came.
+                answer, which waits for the step as a pull of the next one would. ``given`` of the ticket says which
+                came.
             changed: takes, with each server's answer, the rows that the step and those since the last answer have
                 changed, by watched table; a table that is not there must be pulled once as a whole. They are gone after
                 the call.
@@ -354,32 +344,6 @@ class Client:
         ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {}, changed)
         self.step = max(self.step, step)
         return ticket
-
-    @property
-    def can_map(self) -> bool:
-        """Whether dense values may be read where they lie: by a worker in sync mode, of one server on its machine."""
-        (link, *others) = self._links
-        return not others and link.shares_memory and self.config.wire == "float32" and self.staleness == 0
-
-    @property
-    def maps(self) -> bool:
-        """Whether the server takes it that this worker reads dense values where they lie."""
-        return any(link.mapped for link in self._links)
-
-    def map_values(self, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Reads these dense tables, and no others, where they lie; returns where that is.
-
-        They change there while this worker waits for the answer to its push of a step, and at no other time.
-
-        Raises:
-            PSError: the server cannot offer them.
-        """
-        return self._links[0].map(table_ids)
-
-    def unmap_values(self) -> None:
-        """Has all dense values come as copies again; nothing is sent."""
-        for link in self._links:
-            link.unmap()
 
     @contextmanager
     def places(self, table_ids: Sequence[int]) -> Iterator[dict[int, Rows]]:
@@ -579,12 +543,9 @@ class Client:
                     for part in share
                     if part.table_id in out
                 ]
-                pushed = {part.table_id for part in share}
-                others = {key for key in link.mapped if key in out and key not in pushed}
-                asked += [(self.tables[key].dense_parts(None)[link.index], out[key]) for key in others]
                 if asked or changed is not None:
                     request.flags |= MessageFlag.VALUES
-                    request.on_answer = fill(asked, ticket, changed, _left_out(link, others) if link.mapped else None)
+                    request.on_answer = fill(asked, ticket, changed)
                 ticket.requests.append((link, link.submit(request)))
         return ticket
 
@@ -619,8 +580,3 @@ class Client:
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(0.0 if self.config.has_others and link.is_cut else every_s)
-
-
-def _left_out(link: Link, others: Container[int]) -> Callable[[int], bool]:
-    """Returns what says which tables an answer may lack: those read in place, and ``others`` on a new connection."""
-    return lambda table_id: table_id in link.mapped or table_id in others

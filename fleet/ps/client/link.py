@@ -14,20 +14,11 @@ takes over the rank. ``_replay`` has a bound: at level 2 a change waits for the 
 up, and a line says so if the server comes back without it.
 
 Threads take turns under ``lock``. Whoever holds it receives: the answer may be that of another thread's request.
-
-[Note: Spinning]
-In sync mode a worker waits in each step for the others and the server. A thread that sleeps is woken on the processor
-on which it ran last, where another worker may have begun its next batch, and sits there until the system moves one of
-them, up to 4 ms later; to wake it costs 50 us and more. So a worker that shares memory with its server, which is on its
-machine then, spins until such a push is answered: it looks again and again, and yields its processor to whoever wants
-it in between. It sleeps once it has waited longer than ``SPIN_S``, and from the start where the last answer took
-longer than that: a model whose steps are long gains nothing. Nor does it spin on a single processor.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -58,7 +49,6 @@ from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout
 
 _LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
 _LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
-SPIN_S = 0.004  # a step of a small model; see [Note: Spinning]
 
 
 class Link:
@@ -79,7 +69,6 @@ class Link:
         self.index = index
         self.name = f"parameter server {index} ({self.endpoint})"
         self.welcome: dict[str, Any] = {}
-        self.mapped: frozenset[int] = frozenset()  # dense tables whose values are read where they lie
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config = config
@@ -100,8 +89,6 @@ class Link:
         self._next_tag = 1
         self._acknowledged = self._durable = 0
         self._told_not_shared = False
-        self._last_wait_s = 0.0  # for the answer to a push that waits for a step
-        self._spin_s = SPIN_S if _num_processors() > 1 else 0.0
         self._away_since: float | None = None
         self._refusals = 0
         self._said = 0.0
@@ -156,37 +143,6 @@ class Link:
         if self._pending or self._connection is None:  # a request without an answer may be sent again from there
             return None
         return self._connection.place_in_memory(size)
-
-    def map(self, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Has these dense tables, and no others, be read where they lie; returns where that is.
-
-        Raises:
-            PSError: the server cannot offer them, or is away for longer than the deadline.
-        """
-        places: dict[int, dict[str, Any]] = {}
-
-        def take(header: Header, body: memoryview) -> None:
-            found = decode_control(body).get("tables")
-            if not isinstance(found, dict) or not all(isinstance(place, dict) for place in found.values()):
-                raise MessageError(f"{self.name} answered MAP with something else than places.")
-            places.update({int(key): place for key, place in found.items()})
-
-        with self.lock:
-            self.mapped = frozenset()
-            self.call(Request(Op.MAP, [control_body({"tables": list(table_ids)})], on_answer=take))
-            self.mapped = frozenset(places)
-        return places
-
-    def unmap(self) -> None:
-        """Has all dense values come as copies again; the server learns it from the next push."""
-        with self.lock:
-            self.mapped = frozenset()
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether large bodies go through memory now."""
-        connection = self._connection
-        return connection is not None and connection.shares_memory
 
     def finish(self, request: Request) -> Status:
         """Waits for the answer to ``request`` and returns its status.
@@ -272,8 +228,6 @@ class Link:
         assert self._connection is not None
         size = request.body_bytes
         flags = request.flags
-        if self.mapped and flags & MessageFlag.VALUES:
-            flags |= MessageFlag.IN_PLACE
         if (self._in_memory is None or self._in_memory.done) and self._connection.takes_in_memory(size):
             flags |= MessageFlag.IN_MEMORY
             self._in_memory = request
@@ -326,14 +280,7 @@ class Link:
         if self._connection is None:
             raise ConnectionLost(f"{self.name} is not connected.")
         limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
-        is_pushed = bool(self._pending and self._pending[0].flags & MessageFlag.VALUES)
-        waits = is_pushed and self._connection.shares_memory and self.welcome.get("mode") == "sync"
-        began = time.monotonic()
-        if waits and self._last_wait_s < self._spin_s:
-            self._connection.comes(self._spin_s, spin=True)
         header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
-        if waits:
-            self._last_wait_s = time.monotonic() - began
         body = self._connection.body_in_memory(header.body_bytes)
         if body is None:
             if header.body_bytes > len(self._body):
@@ -413,7 +360,6 @@ class Link:
             connection = self._transport.connect(self.endpoint, self._patience_s)
             self._connection = prove_to_server(connection, self.endpoint, secret, self._patience_s)
             self._in_memory = None
-            self.mapped = frozenset()
             self._greet()
             for request in self._pending:
                 self._transmit(request)
@@ -552,8 +498,3 @@ class Link:
         if fields.get("waiting_for") and now - self._said >= 10 * self._config.retry_interval_s:
             self._said = now
             self._notify(f"{self.name} waits for workers {fields['waiting_for']} at {fields.get('place')}")
-
-
-def _num_processors() -> int:
-    """Returns how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

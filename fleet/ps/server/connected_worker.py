@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from fleet.ps.server.job_state import Worker
 from fleet.ps.server.late_answers import LateAnswer
-from fleet.ps.server.offered_row import TableReader
 from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Status, asks_rows, places_of_rows
 from fleet.ps.wire.sealed import Sealed
@@ -44,8 +43,6 @@ class ConnectedWorker:
         self.client_id = 0
         self.reads = ""  # the form in which rows go to a reader; empty: not one
         self.epoch = 0  # of what the reader reads
-        self.reader = TableReader()
-        self.mapped: set[int] = set()  # dense tables whose values it reads where they lie
         self.late: LateAnswer | None = None  # of its last push that had to wait for a step
         self._body = memoryview(bytearray(1 << 16))
         self.in_memory = False  # the last body lies in memory that the worker shares

@@ -15,7 +15,6 @@ from fleet.errors import FleetError
 from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
 from fleet.ps.server.connected_worker import Answer, ConnectedWorker
 from fleet.ps.server.job_state import Fenced, Refused, Worker
-from fleet.ps.server.served_table import ServedDense
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.wire.bfloat16 import to_bfloat16
@@ -82,7 +81,6 @@ class Operations:
             Op.SET_DENSE: self._change,
             Op.GEO_PULL: self._geo_pull,
             Op.WATCH: self._watch,
-            Op.MAP: self._map,
             Op.BARRIER: self._barrier,
             Op.ALTER: self._alter,
             Op.STAT: self._stat,
@@ -201,30 +199,15 @@ class Operations:
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
             body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
-            if peer.mapped and not header.flags & MessageFlag.IN_PLACE:  # it has copies now
-                state.offer(peer.reader, [])
-                peer.mapped = set()
-            peer.reader.waits_for = header.step if header.flags & MessageFlag.VALUES else 0
         parts = state.checked(header, body)
         status = state.change(worker, peer.channel, header, body, parts)
         if not header.flags & MessageFlag.VALUES:
             return Answer(status)
-        dense = [part for part in parts if part.ids is None and part.table_id not in peer.mapped]
+        dense = [part for part in parts if part.ids is None]
         make = partial(self._values, peer, worker, header, dense, beat, status)
         if not state.sync or state.visible_step >= header.step:
             return make()
         return Later(header.step, sum(4 * part.n for part in dense), make, partial(self._awaited, header.step))
-
-    def _map(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        peer.mapped = set()  # also where this is refused
-        asked = decode_control(body).get("tables")
-        if not isinstance(asked, list) or not all(type(key) is int for key in asked):
-            raise Refused("MAP takes a list of tables.")
-        if not self.state.sync or not peer.connection.shares_memory:
-            raise Refused("values are read where they lie in sync mode, by workers that share memory with the server.")
-        places = self.state.offer(peer.reader, asked)
-        peer.mapped = set(places)
-        return Answer(buffers=[control_body({"tables": {str(key): place for key, place in places.items()}})])
 
     def _pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
         reached, answers = self._rows(peer, worker, header, decode_parts(body, header.n_tables), beat)
@@ -241,25 +224,13 @@ class Operations:
         beat: Beat,
         status: Status,
     ) -> Answer:
-        """Returns what a worker needs after its push of a step, which is applied then.
-
-        Values that it reads where they lie are there; it gets those of tables that have left its memory.
-        """
-        self._wait_until_fresh(worker, header, beat)  # a table may leave the memory with this very step
-        left = [key for key in sorted(peer.mapped) if not self._dense(key).is_read_by(peer.reader)]
-        peer.mapped.difference_update(left)
-        dense = dense + [TablePart(key, self._dense(key).table.config.size, 1) for key in left]
-        reached, answers = self._rows(peer, worker, header, dense, beat) if dense else (self._reached, [])
+        """Returns what a worker needs after its push of a step, which is applied then."""
+        reached, answers = self._rows(peer, worker, header, dense, beat)
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
         answers += rows_after_push(self.state, worker.rank, peer.client_id, header.seq, room)
         answer = self._rows_answer(answers, header)
         answer.step, answer.status = reached, status
         return answer
-
-    def _dense(self, table_id: int) -> ServedDense:
-        table = self.state.table(table_id)
-        assert isinstance(table, ServedDense)
-        return table
 
     def _rows(
         self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat

@@ -19,7 +19,6 @@ from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
-from fleet.ps.server.offered_row import OfferedRow, TableReader
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
 from fleet.ps.table.ids import sum_by_key
 from fleet.ps.table.kernels.numba_cache import naming_the_cause
@@ -197,7 +196,7 @@ class ServedSparse(_Served[SparseTable]):
         assert part.ids is not None
         self.table.pull(part.ids, out, create=create)
 
-    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
+    def push(self, part: TablePart, lsn: int = 0) -> None:
         """Applies a gradient, which is record ``lsn``; the caller asks for the :meth:`victims` then."""
         assert part.ids is not None
         assert part.rows is not None
@@ -302,13 +301,13 @@ class ServedDense(_Served[DenseTable]):
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 
-    def push(self, part: TablePart, lsn: int = 0, step: int = 0) -> None:
-        """Applies a gradient, that of ``step`` where workers wait for it."""
+    def push(self, part: TablePart, lsn: int = 0) -> None:
+        """Applies a gradient."""
         if isinstance(part, MeanPart):
-            self.table.push_mean(part.gradients, part.divisor, step)
+            self.table.push_mean(part.gradients, part.divisor)
             return
         assert part.rows is not None
-        self.table.push(part.rows.reshape(-1), step)
+        self.table.push(part.rows.reshape(-1))
 
     def add(self, part: TablePart, lsn: int = 0) -> None:
         """Adds deltas."""
@@ -322,33 +321,6 @@ class ServedDense(_Served[DenseTable]):
     def erase(self, part: TablePart) -> None:
         """Not possible for dense values."""
         raise AssertionError("a dense table has no victims")
-
-    def offer(self, reader: TableReader) -> dict[str, Any]:
-        """Lets ``reader`` read the values where they lie; returns where that is.
-
-        Raises:
-            NotShared: there is no memory for it.
-        """
-        found: dict[str, Any] = {}
-
-        def use(memory: OfferedRow) -> None:
-            memory.readers.add(reader)
-            found.update(memory.place)
-
-        self.table.lie_in(OfferedRow, use)
-        return found
-
-    def is_read_by(self, reader: TableReader) -> bool:
-        """Returns whether the table lies where ``reader`` reads it."""
-        return reader in self._readers()
-
-    def forget(self, reader: TableReader) -> None:
-        """Notes that ``reader`` reads the values no longer."""
-        self._readers().discard(reader)
-
-    def _readers(self) -> set[TableReader]:
-        memory = self.table.memory
-        return memory.readers if isinstance(memory, OfferedRow) else set()
 
     def set_values(self, part: TablePart) -> None:
         """Replaces the values."""

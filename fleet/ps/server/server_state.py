@@ -40,11 +40,9 @@ from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
 from fleet.ps.server.late_answers import LateAnswers
-from fleet.ps.server.offered_row import TableReader
-from fleet.ps.server.served_table import ServedDense, ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
+from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import check_spec
-from fleet.ps.wire.memory_file import NotShared
 from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
@@ -144,24 +142,6 @@ class ServerState:
         finally:
             for each in reversed(held):
                 each.__exit__(None, None, None)
-
-    def offer(self, reader: TableReader, table_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Lets ``reader`` read dense tables where they lie, and no others; returns where that is.
-
-        Raises:
-            Refused: one of them is sparse, or does not exist, or there is no memory for them.
-        """
-        for served in self.tables.values():
-            if isinstance(served, ServedDense):
-                served.forget(reader)
-        tables = {table_id: self.table(table_id) for table_id in table_ids}
-        dense = {table_id: table for table_id, table in tables.items() if isinstance(table, ServedDense)}
-        if len(dense) < len(tables):
-            raise Refused(f"tables {sorted(set(tables) - set(dense))} are sparse: their rows move.")
-        try:
-            return {table_id: table.offer(reader) for table_id, table in dense.items()}
-        except NotShared as error:
-            raise Refused(str(error)) from None
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -280,12 +260,11 @@ class ServerState:
             ends_step = not record.flags & MessageFlag.NO_CLOCK
             worker.points.note(record.step, positions, tables, ends_step)
 
-    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int, step: int = 0) -> None:
-        """Applies a change; ``step`` is its number where its workers wait for it."""
+    def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
         for part in parts:
             table = self.tables[part.table_id]
             if kind == RecordKind.PUSH:
-                table.push(part, lsn, step)
+                table.push(part, lsn)
             elif kind == RecordKind.ADD:
                 table.add(part, lsn)
             else:
@@ -379,7 +358,7 @@ class ServerState:
                         self._note_merged(merged)
                         takes = self.job.recorder.takes
                     try:
-                        self._apply(RecordKind.PUSH, merged, lsn, step)
+                        self._apply(RecordKind.PUSH, merged, lsn)
                         self._evict([part.table_id for part in merged])
                     except BaseException as error:
                         self._fail(error)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,27 +63,6 @@ class DenseTableConfig:
         return self.rule.adds_up
 
 
-class RowMemory(Protocol):
-    """Memory that others read, see :mod:`fleet.ps.server.offered_row`."""
-
-    row: Float32s
-
-    def may_change(self, step: int) -> bool:
-        """Returns whether step ``step`` may change it; 0 for another change."""
-
-    def begin(self) -> None:
-        """Is called before it changes."""
-
-    def end(self) -> None:
-        """Is called after it has changed."""
-
-    def close(self) -> None:
-        """Is called when the table leaves it."""
-
-
-Memory = TypeVar("Memory", bound=RowMemory)
-
-
 class DenseTable:
     """Elements, float32 [size], and rule state, float32 [state_width]; every call is atomic.
 
@@ -106,9 +83,10 @@ class DenseTable:
         self._rule = config.rule
         # One row, laid out as in a sparse table, so that the same kernels update it.
         size = config.size
-        self._use(np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32))
+        self._row = np.full(size + config.rule.state_width(size), config.rule.initial_state, np.float32)
+        self._values = self._row[:size]
+        self._state = self._row[size:]
         self._values[:] = 0
-        self._memory: RowMemory | None = None
         self.is_set = False  # whether the values were ever written
         if config.rule.spec.sparse:  # the others are a few numpy operations
             kernels = load_kernels("rule_kernels")
@@ -134,28 +112,11 @@ class DenseTable:
             out[:] = self._values
         return out
 
-    def lie_in(self, make: Callable[[int], Memory], use: Callable[[Memory], None]) -> None:
-        """Moves to memory that others read, unless the table lies in such memory already, and calls ``use`` with it.
-
-        ``make`` returns memory for a number of float32; nothing changes before ``use`` returns.
-        """
-        with self._lock:
-            if self._memory is None:
-                memory: RowMemory = make(len(self._row))
-                memory.row[:] = self._row
-                self._use(memory.row)
-                self._memory = memory
-            use(self._memory)  # type: ignore[arg-type]
-
-    @property
-    def memory(self) -> RowMemory | None:
-        """The memory that others read in which the table lies; ``None`` if it lies in its own."""
-        return self._memory
-
-    def push(self, gradient: Float32s, step: int = 0) -> None:
-        """Applies one gradient of all elements by the table's rule; ``step`` is its number if workers wait for it."""
+    def push(self, gradient: Float32s) -> None:
+        """Applies one gradient of all elements by the table's rule."""
         self._check("gradient", gradient)
-        with self._changing(step):
+        with self._lock:
+            self.is_set = True
             if self._rule.name == "adam_d2sum":
                 self._push_d2sum(gradient)
             elif self._rule.name == "summary":
@@ -164,18 +125,19 @@ class DenseTable:
             elif len(gradient):
                 self._push_by_kernel(np.ascontiguousarray(gradient))
 
-    def push_mean(self, gradients: Sequence[Float32s], divisor: float, step: int = 0) -> None:
+    def push_mean(self, gradients: Sequence[Float32s], divisor: float) -> None:
         """Applies the sum of ``gradients``, in the order given, over ``divisor``, as :meth:`push` does."""
         if not self._rule.spec.by_element:
-            self.push(mean_of(gradients, divisor), step)
+            self.push(mean_of(gradients, divisor))
             return
         kept, sources = addressed(gradients)
         self._check("gradient", kept[0])
         kernels = load_kernels("id_kernels")
         piece, places = np.empty(kernels.PIECE, np.float32), np.empty(2, np.int64)
         where = _address(sources), len(kept), self.config.size, float(divisor), _address(piece)
-        with self._changing(step):  # which may move the row
-            row, params = _address(self._row), _address(self._params)
+        row, params = _address(self._row), _address(self._params)
+        with self._lock:
+            self.is_set = True
             if self._rule.name == "sgd" and len(kept) > 1:
                 load_kernels("rule_kernels").sgd_by_mean(*where, row, params)
             else:
@@ -184,14 +146,16 @@ class DenseTable:
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""
         self._check("delta", delta)
-        with self._changing():
+        with self._lock:
             self._values += delta
+            self.is_set = True
 
     def set_values(self, values: Float32s) -> None:
         """Replaces the values; the state stays."""
         self._check("values", values)
-        with self._changing():
+        with self._lock:
             self._values[:] = values
+            self.is_set = True
 
     def read_state(self) -> tuple[Float32s, Float32s]:
         """Returns copies of values and rule state, taken at the same time."""
@@ -206,9 +170,10 @@ class DenseTable:
                 f"dense table {self.config.name!r}: state is {state.dtype} {state.shape}; rule "
                 f"{self._rule.name!r} keeps float32 {self._state.shape}."
             )
-        with self._changing():
+        with self._lock:
             self._values[:] = values
             self._state[:] = state
+            self.is_set = True
 
     @property
     def learning_rate(self) -> float:
@@ -221,28 +186,6 @@ class DenseTable:
             self._rule = self._rule.with_learning_rate(value)
             if self._rule.spec.sparse:
                 self._params[load_kernels("rule_kernels").RATE] = value
-
-    @contextmanager
-    def _changing(self, step: int = 0) -> Iterator[None]:
-        with self._lock:
-            self.is_set = True
-            memory = self._memory
-            if memory is not None and not memory.may_change(step):
-                self._use(self._row.copy())
-                self._memory = None
-                memory.close()
-            if self._memory is None:
-                yield
-                return
-            self._memory.begin()
-            try:
-                yield
-            finally:
-                self._memory.end()
-
-    def _use(self, row: Float32s) -> None:
-        size = self.config.size
-        self._row, self._values, self._state = row, row[:size], row[size:]
 
     def _push_by_kernel(self, gradient: Float32s) -> None:
         size = self.config.size

@@ -14,12 +14,7 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fleet.errors import PSError
-
-COUNT_BYTES = 8
 
 _NAME = "fleet-ps-{}"
 _WORD_BYTES = 16
@@ -53,7 +48,7 @@ def make_memory(size: int) -> tuple[int, dict[str, Any]]:
     return fd, {"pid": os.getpid(), "fd": fd, "word": word}
 
 
-def open_memory(place: Mapping[str, Any], size: int, *, writes: bool) -> int:
+def open_memory(place: Mapping[str, Any], size: int) -> int:
     """Returns a descriptor of the memory that another process of this user and machine has made.
 
     Raises:
@@ -68,7 +63,7 @@ def open_memory(place: Mapping[str, Any], size: int, *, writes: bool) -> int:
     try:
         if os.readlink(path) != f"/memfd:{_NAME.format(word)} (deleted)":
             raise NotShared("this process sees other processes than the one that made it.")
-        fd = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise NotShared(f"the memory cannot be opened: {error.strerror}.") from None
     try:
@@ -81,8 +76,3 @@ def open_memory(place: Mapping[str, Any], size: int, *, writes: bool) -> int:
         os.close(fd)
         raise NotShared("it is not memory that this user made for it.")
     return fd
-
-
-def count_in(memory: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Returns where a writer counts its changes, int64 [1]: the last :data:`COUNT_BYTES` of ``memory``."""
-    return memory[-COUNT_BYTES:].view(np.int64)

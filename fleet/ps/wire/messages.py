@@ -66,7 +66,6 @@ class Op(IntEnum):
     SNAPSHOT = 16
     FOLLOW = 17  # of a standby to its server, see fleet.ps.standby.carried
     WATCH = 18  # as GEO_PULL, and of pushes too; step 1 in the answer: all rows must be read once
-    MAP = 19  # where dense tables lie, see fleet.ps.server.offered_row
 
 
 class MessageFlag:
@@ -77,8 +76,6 @@ class MessageFlag:
     POSITIONS = 2  # a push carries positions of streams behind its parts
     RESPONSE = 4
     NO_CREATE = 8  # a pull does not create the rows it does not find
-    # The worker of a push reads the dense values that it has mapped; the bit of NO_CREATE, which is of pulls.
-    IN_PLACE = 8
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
     NO_CLOCK = 32  # a push that more of the same step will follow
     # The answer to a push brings what its dense tables hold after the step, and rows that changed of watched tables.

@@ -97,12 +97,9 @@ class Sealed:
             raise MessageError(f"{self.peer}: a body in memory that the ends of this connection do not share.")
         return self._memory.read(size)
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
-        """Waits at most ``limit_s`` seconds for the next message, or the end of the stream; returns whether it came.
-
-        With ``spin`` the thread does not sleep, and yields its processor to others.
-        """
-        return self._connection.comes(limit_s, spin=spin)
+    def comes(self, limit_s: float) -> bool:
+        """Waits at most ``limit_s`` seconds for the next message, or the end of the stream; returns whether it came."""
+        return self._connection.comes(limit_s)
 
     def is_cut(self) -> bool:
         """Returns whether the stream has ended."""

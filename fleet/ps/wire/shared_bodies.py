@@ -71,7 +71,7 @@ class SharedBodies:
         """
         if len(_opened) >= MOST_OPENED:
             raise NotShared(f"the server shares memory with {len(_opened)} workers already.")
-        fd = open_memory(place, 2 * ROOM_BYTES, writes=True)
+        fd = open_memory(place, 2 * ROOM_BYTES)
         try:
             made = cls(fd, is_server=True)
             _opened.add(made)

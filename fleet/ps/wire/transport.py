@@ -58,11 +58,10 @@ class Connection(Protocol):
             TransferTimeout: a limit has passed.
         """
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
+    def comes(self, limit_s: float) -> bool:
         """Waits at most ``limit_s`` seconds for what :meth:`receive` reads or raises; returns whether it is there.
 
-        With ``spin`` the thread does not sleep, and yields its processor to others. With TLS it returns True at
-        once.
+        With TLS it returns True at once.
         """
 
     def is_cut(self) -> bool:
@@ -268,7 +267,7 @@ class _Stream:
     is_here = False
     _sock: socket.socket
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
+    def comes(self, limit_s: float) -> bool:
         """Returns True: with TLS, bytes that were decrypted already do not show on the socket."""
         return True
 
@@ -350,9 +349,14 @@ class SocketConnection(_Stream):
             if filled < size and limit is not None and time.monotonic() - began > limit:
                 raise TransferTimeout(f"{self.peer}: {filled} of {size} bytes came within {limit} s.")
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
+    def comes(self, limit_s: float) -> bool:
         """Returns whether there is something to read within ``limit_s``."""
-        return _has_byte(self._sock, limit_s, spin)
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(1000 * limit_s))
+        except (OSError, ValueError):
+            return True  # closed meanwhile: the read reports it
 
 
 def _end(sock: socket.socket) -> None:
@@ -368,20 +372,6 @@ def _is_here(sock: socket.socket) -> bool:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except OSError:
         return False  # closed meanwhile
-
-
-def _has_byte(sock: socket.socket, limit_s: float, spin: bool) -> bool:
-    poll = select.poll()
-    try:
-        poll.register(sock, select.POLLIN)
-        if not spin:
-            return bool(poll.poll(1000 * limit_s))
-        end = time.monotonic() + limit_s
-        while not (comes := poll.poll(0)) and time.monotonic() < end:
-            os.sched_yield()
-        return bool(comes)
-    except (OSError, ValueError):
-        return True  # closed meanwhile: the read reports it
 
 
 class TlsConnection(_Stream):

@@ -6,7 +6,7 @@ Their next values would undo such a write without a word, as in a loop that clip
 Torch counts the changes of a parameter, but none through ``.data``. So each step also looks at a few elements of each
 parameter and, the first times that the servers' values arrived and every 64th time, at all of them. A script may take
 back what it wrote, as one that evaluates an average of the weights: what counts is whether values differ at the next
-step, by more than rounding. Of parameters that lie in the server's memory the system knows what was written.
+step, by more than rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Rows
 from fleet.ps.worker.dense_part import DensePart
-from fleet.ps.worker.mapped_parameters import MappedParameters
 
 MaskOf = Callable[[Tensor], Tensor | None]
 
@@ -40,21 +39,17 @@ class DenseWatch:
     Args:
         parts: the tables.
         mask_of: returns which elements of a parameter something else keeps at zero, as asp does; ``None`` for none.
-        mapped: the parameters, where they may lie in the server's memory.
 
     Attributes:
         is_excused: what is written before the next values from the servers passes.
         values: what the servers gave last, by table, float32 [size]; ``None`` where it was not kept.
     """
 
-    def __init__(
-        self, parts: Sequence[DensePart], mask_of: MaskOf | None = None, mapped: MappedParameters | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[DensePart], mask_of: MaskOf | None = None) -> None:
         self.values: Mapping[int, Rows] | None = None
         self._parts = parts
         self._parameters = [p for part in parts for p in part.parameters]
         self._mask_of = mask_of
-        self._mapped = mapped
         self._probes: list[tuple[int, Any]] = [(0, None)] * len(self._parameters)
         self._marks: list[Any] = []
         self._count = 0
@@ -62,19 +57,11 @@ class DenseWatch:
 
     def note(self, values: Mapping[int, Rows] | None = None) -> None:
         """Takes the parameters as they are now for what the servers gave: ``values`` by table, float32 [size]."""
-        is_mapped = self._mapped is not None and self._mapped.is_attached
-        if is_mapped:
-            values = None
-        elif values is None and self._parts and _compares(self._count + 1):
+        if values is None and self._parts and _compares(self._count + 1):
             values = {part.table_id: part.values() for part in self._parts}
         self.values = values
-        self._marks = [] if is_mapped else self._read_marks()
+        self._marks = self._read_marks()
         self.is_excused = False
-
-    def release(self) -> None:
-        """Holds no views of the parameters until the next check."""
-        self._probes = [(0, None)] * len(self._parameters)
-        self._marks = []
 
     def excuse(self) -> None:
         """Ignores what is written before the next values from the servers: the script was warned."""
@@ -91,12 +78,6 @@ class DenseWatch:
             ConfigError: the script has changed a parameter, or its dtype.
         """
         if self.is_excused or not self._parts:
-            return
-        if self._mapped is not None and self._mapped.holds():
-            if self._mapped.is_written():
-                given = self._mapped.given()
-                for part in self._parts:
-                    self._compare(part, given[part.table_id])
             return
         self._count += is_last
         marks = self._read_marks()

@@ -18,12 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fleet.errors import ConfigError, PSError
+from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, TakeChanged, Ticket
 from fleet.ps.client.merge import with_distinct_ids
 from fleet.ps.client.shards import Gradient, Keys, Rows, Take
 from fleet.ps.wire.positions import Positions
-from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.row_replicas import OLD_S, make_replicas
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, Push, SenderConfig
@@ -99,16 +98,8 @@ class ServerExchange(Protocol):
         """Ends them without sending."""
 
 
-_TRIES = 16  # to move parameters to the server's memory: something may hold them for a step or two
-_MOST_WRITTEN = 2
-
-
 class SyncExchange:
-    """All workers take each step together.
-
-    Where it can be, the parameters lie in the server's memory, see
-    [Note: Values that workers read where they lie] in :mod:`fleet.ps.server.offered_row`.
-    """
+    """All workers take each step together."""
 
     reads_grad = True
 
@@ -119,13 +110,8 @@ class SyncExchange:
         self._replicas = make_replicas(client, plan, before_lookup=self._begin)
         self._has_begun = False
         self._reached = client.step  # the parameters hold all steps up to this one
-        self._mapped = plan.mapped
-        self._tries = _TRIES if client.can_map else 0
-        self._written = 0  # steps in a row before which the script wrote into parameters and took it back
         if client.step:  # the last step of a worker that was restarted may be pending
             self.flush()
-        else:
-            self._map()
 
     def check(self, is_step: bool = False) -> None:
         """Raises ConfigError if the script has changed dense parameters."""
@@ -161,68 +147,20 @@ class SyncExchange:
         """Pushes, and takes the parameters that the servers made of all workers' gradients."""
         spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
-        if self.client.maps and not self._mapped.holds():  # after a failure, or with another tensor in a parameter
-            self._unmap()
         self.plan.watch.excuse()  # a step that fails may have written a part
         takes = self._takes()
-        try:
-            with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
-                with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
-                    everything = self._everything(gradients, places, spare)
-                    ticket = self.client.push(everything, positions=positions, out=takes, changed=changed)
-                self.client.wait(ticket)
-            rest = {table_id: take for table_id, take in takes.items() if table_id not in ticket.given}
-            if not (self.client.maps and self._mapped.is_attached):  # or they lie in the parameters
-                self._receive(rest)
-        except BaseException:
-            self._mapped.detach_whatever_comes()  # the server may still change the values
-            raise
-        if self._mapped.is_attached:
-            self._keep()
-        else:
-            self._map()
+        with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
+            with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
+                everything = self._everything(gradients, places, spare)
+                ticket = self.client.push(everything, positions=positions, out=takes, changed=changed)
+            self.client.wait(ticket)
+        self._receive({table_id: take for table_id, take in takes.items() if table_id not in ticket.given})
         self.plan.watch.note()
         self._spare = spare
         self._reached = self.client.step
 
     def _takes(self) -> dict[int, Take]:
-        return {part.table_id: partial(self._take, part) for part in self.plan.dense}
-
-    def _take(self, part: DensePart, values: Rows, start: int = 0) -> None:
-        self._mapped.detach()
-        part.assign(values, start)
-
-    # -- parameters in the server's memory -----------------------------------------------------------------------
-
-    def _map(self) -> None:
-        """Has the parameters lie in the server's memory, if that can be; they have its values in any case."""
-        if not self._tries or not self.plan.dense:
-            return
-        self.plan.watch.release()
-        if not self._mapped.place():  # a graph may hold them now
-            self._tries -= 1
-            return
-        try:
-            self._mapped.attach(self.client.map_values([part.table_id for part in self.plan.dense]))
-        except PSError:
-            self._tries = 0
-            self._unmap()
-
-    def _unmap(self) -> None:
-        self._mapped.detach()
-        self.client.unmap_values()
-
-    def _keep(self) -> None:
-        """Goes on with values that have changed where they lie."""
-        if self._mapped.is_written():
-            self._mapped.restore()
-            self._written += 1
-        else:
-            self._written = 0
-        self._mapped.note_change()
-        if self._written >= _MOST_WRITTEN:  # pages that are copied and given back cost more than values that are
-            self._tries = 0
-            self._unmap()
+        return {part.table_id: part.assign for part in self.plan.dense}
 
     def _everything(
         self, gradients: Gradients, places: Mapping[int, Rows], spare: dict[int, Rows | None]
@@ -254,9 +192,7 @@ class SyncExchange:
     def flush(self) -> None:
         """Takes the servers' parameters."""
         self.plan.watch.excuse()
-        self._unmap()
         self._receive(self._takes())
-        self._map()
         self.plan.watch.note()
         if self._replicas is not None:
             self._replicas.expire()
@@ -271,8 +207,7 @@ class SyncExchange:
             self.flush()
 
     def close(self) -> None:
-        """Makes lookups ask this worker again, which refuses, and parameters its own; it has no threads."""
-        self._mapped.detach()
+        """Makes lookups ask this worker again, which refuses; it has no threads."""
         if self._replicas is not None:
             self._replicas.leave()
 

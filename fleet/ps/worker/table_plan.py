@@ -18,7 +18,6 @@ from fleet.ps.table.rules import LEARNING_RATE, Rule
 from fleet.ps.worker.dense_part import DensePart, GroupPlace
 from fleet.ps.worker.dense_watch import DenseWatch, MaskOf
 from fleet.ps.worker.embedding import SparseEmbedding
-from fleet.ps.worker.mapped_parameters import MappedParameters
 from fleet.ps.worker.optimizer_rules import rule_of_group
 from fleet.ps.worker.served_embedding import ServedEmbedding
 
@@ -87,12 +86,7 @@ class TablePlan:
     @cached_property
     def watch(self) -> DenseWatch:
         """Notices what a script writes into the dense parameters."""
-        return DenseWatch(self.dense, self.mask_of, self.mapped)
-
-    @cached_property
-    def mapped(self) -> MappedParameters:
-        """The dense parameters, which may lie in the server's memory."""
-        return MappedParameters(self.dense)
+        return DenseWatch(self.dense, self.mask_of)
 
     def check_trained(self) -> None:
         """Checks that every gradient has a table, and that the tables' rules are still those of the groups.

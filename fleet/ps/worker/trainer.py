@@ -91,7 +91,6 @@ class Trainer:
     ) -> None:
         self.plan = plan
         self._exchanged = plan
-        plan.mapped.look()
         self.config = config
         self._make_client = make_client
         self._train_dense = train_dense

@@ -186,7 +186,7 @@ class LocalConnection:
             view[filled : filled + len(data)] = data
             filled += len(data)
 
-    def comes(self, limit_s: float, *, spin: bool = False) -> bool:
+    def comes(self, limit_s: float) -> bool:
         """Returns whether there is something to read within ``limit_s``."""
         return self._incoming.has_some(limit_s)
 

@@ -20,7 +20,6 @@ def test_the_body_is_all_of_its_buffers() -> None:
         (Op.WATCH, MessageFlag.NONE, True),
         (Op.PUSH, MessageFlag.VALUES, True),
         (Op.PUSH, MessageFlag.NONE, False),
-        (Op.MAP, MessageFlag.NONE, False),  # it tells where values lie
     ],
 )
 def test_answers_with_rows_may_be_large(op: Op, flags: int, asks: bool) -> None:

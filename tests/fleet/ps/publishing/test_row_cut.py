@@ -56,10 +56,10 @@ def test_a_change_that_is_noted_and_not_applied_yet_is_waited_for(
         plain = table.push
         noted, apply = threading.Event(), threading.Event()
 
-        def push(part: Any, lsn: int, step: int) -> None:
+        def push(part: Any, lsn: int) -> None:
             noted.set()
             assert apply.wait(30)
-            plain(part, lsn, step)
+            plain(part, lsn)
 
         monkeypatch.setattr(table, "push", push)
         ticket = client.push({0: gradient([1])})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from functools import partial
@@ -341,65 +340,3 @@ def test_steps_are_the_same_whoever_answers(monkeypatch: pytest.MonkeyPatch) -> 
                 return [value for each in found for value in each]
 
     assert run(True) == run(False)
-
-
-def test_a_worker_with_a_single_processor_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    limits = spins(monkeypatch)
-    with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
-        clients = [service.client(rank) for rank in range(2)]
-        in_threads(lambda: pushed(clients[0]), lambda: pushed(clients[1]))
-        assert clients[0]._links[0]._connection.shares_memory  # type: ignore[union-attr]
-    assert not limits
-
-
-def spins(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Collects the limits of the waits that spin."""
-    seen: list[float] = []
-    real = Sealed.comes
-
-    def comes(self: Sealed, limit_s: float, *, spin: bool = False) -> bool:
-        if spin:
-            seen.append(limit_s)
-        return real(self, limit_s, spin=spin)
-
-    monkeypatch.setattr(Sealed, "comes", comes)
-    return seen
-
-
-def test_a_worker_spins_only_as_long_as_answers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = spins(monkeypatch)
-    with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
-        first, second = (service.client(rank) for rank in range(2))
-        waited = {first: 0.0, second: 0.0}
-        for client in waited:
-            client._links[0]._spin_s = links.SPIN_S  # also where the tests have a single processor
-
-        def step(pause_s: float) -> int:
-            """Takes a step in which the second worker comes later; returns how many spun."""
-            before = len(limits)
-            for client, last in waited.items():
-                client._links[0]._last_wait_s = last
-
-            def slow() -> None:
-                time.sleep(pause_s)
-                pushed(second)
-
-            in_threads(lambda: pushed(first), slow)
-            return len(limits) - before
-
-        assert step(0.1) == 2  # nobody knew
-        assert first._links[0]._last_wait_s >= 0.09
-        waited[first] = links.SPIN_S
-        assert step(0.1) == 1
-        waited[second] = links.SPIN_S
-        assert step(0.0) == 0
-        assert set(limits) == {links.SPIN_S}
-
-
-def test_nobody_spins_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = spins(monkeypatch)
-    with serving(transport=SocketTransport(), num_workers=2, mode="sync") as service:
-        clients = [service.client(rank, shares_memory=False) for rank in range(2)]
-        in_threads(lambda: pushed(clients[0]), lambda: pushed(clients[1]))
-    assert not limits

@@ -82,29 +82,15 @@ def test_a_mean_is_applied_as_one_gradient(rule: Rule, size: int, count: int) ->
         np.testing.assert_array_equal(found, wanted)
 
 
-class RoomBehind:
-    """Memory of a row with more numbers behind it."""
-
-    def __init__(self, length: int) -> None:
-        self.whole = np.full(length + 4 * PIECE, 7, np.float32)
-        self.row = self.whole[:length]
-
-    def may_change(self, step: int) -> bool:
-        return True
-
-    def begin(self) -> None: ...
-
-    end = close = begin
-
-
 def test_a_piece_changes_nothing_behind_the_row() -> None:
     table = DenseTable(DenseTableConfig("d", 3 * PIECE, Rule("adam")))
-    used: list[RoomBehind] = []
-    table.lie_in(RoomBehind, used.append)
+    length = len(table._row)
+    whole = np.full(length + 4 * PIECE, 7, np.float32)
+    whole[:length] = table._row
+    table._row = whole[:length]
     table.push_mean([np.ones(3 * PIECE, np.float32)] * 2, 2)
-    memory = used[0]
-    assert (memory.whole[len(memory.row) :] == 7).all()
-    assert memory.row[-1] == 1  # steps
+    assert (whole[length:] == 7).all()
+    assert table._row[-1] == 1  # steps
 
 
 def test_which_rules_take_a_row_in_pieces() -> None:

@@ -17,8 +17,6 @@ from fleet.errors import ConfigError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.wire.messages import Op
-from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.transport import SocketTransport
 from fleet.ps.worker.exchange_modes import AsyncExchange
 from fleet.ps.worker.row_replicas import OLD_S, RowReplicas
 from tests.fleet.ps.local_transport import Fault
@@ -224,22 +222,6 @@ def test_more_than_one_message_holds_is_read_anew() -> None:
             b.wait(b.push({0: gradient(list(range(first, first + 80)))}))
         step(a, one, 7)
         assert weight[:, 0].tolist() == [-1.0] * 7 + [-2.0] + [-1.0] * 152 + [0.0] * 40
-
-
-def test_a_thread_that_does_not_train_sleeps_until_its_push_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def comes(self: Sealed, limit_s: float, *, spin: bool = False) -> bool:
-        assert not spin
-        return True
-
-    with serving(transport=SocketTransport()) as service:
-        client = service.client(0, tables={0: SPARSE})
-        one, weight = replica(client, old_s=OLD_S)
-        client._links[0]._spin_s = 1.0
-        assert client._links[0]._connection.shares_memory  # type: ignore[union-attr]
-        monkeypatch.setattr(Sealed, "comes", comes)
-        step(client, one, 3)
-        monkeypatch.undo()
-        assert weight[3].tolist() == [-1, -1]
 
 
 def test_rows_of_a_push_that_failed_are_not_taken_for_new() -> None:

@@ -23,10 +23,10 @@ def test_a_pull_never_sees_half_a_step() -> None:
         table, entered, leave = state.tables[0], threading.Event(), threading.Event()
         push = table.push
 
-        def slow(part: Any, lsn: int = 0, step: int = 0) -> None:
+        def slow(part: Any, lsn: int = 0) -> None:
             entered.set()
             assert leave.wait(5)
-            push(part, lsn, step)
+            push(part, lsn)
 
         table.push = slow  # type: ignore[method-assign]
         found: list[Any] = []

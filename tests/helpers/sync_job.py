@@ -1,4 +1,4 @@
-"""Jobs in sync mode whose dense parameters lie in the server's memory, and the same training in one process."""
+"""Jobs in sync mode, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from fleet.facade import Fleet
-from fleet.ps.worker.mapped_parameters import MappedParameters
 from tests.helpers.served import ServedJob, run_job, strategy_of
 
-__all__ = ["RATE", "Job", "Net", "differs", "ids_of", "loss_of", "mapped_of", "plain", "run_workers", "train"]
+__all__ = ["RATE", "Job", "Net", "differs", "ids_of", "loss_of", "plain", "run_workers", "train"]
 
 RATE = 0.05
 _SEEDING = threading.Lock()
 
 
 class Net(nn.Module):
-    """A table, and more than 64 KiB of dense parameters."""
+    """A table and dense parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,17 +64,11 @@ def differs(net: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(net.dense(), other.dense(), strict=True))  # type: ignore[operator]
 
 
-def mapped_of(own: Fleet) -> MappedParameters:
-    found: MappedParameters = own.session.server_job.trainer.plan.mapped
-    return found
-
-
 class Job(ServedJob):
     """One worker, with its server inside."""
 
     def __init__(self) -> None:
         super().__init__("sync", Net, RATE)
-        self.mapped = mapped_of(self.own)
         self.count = 0
 
     def step(self) -> None:
