@@ -76,9 +76,7 @@ class Ticket:
 
 
 def fill(
-    share: list[tuple[TablePart, Target]],
-    ticket: Ticket,
-    changed: TakeChanged | None = None,
+    share: list[tuple[TablePart, Target]], ticket: Ticket, changed: TakeChanged | None = None
 ) -> Callable[[Header, memoryview], None]:
     """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids."""
 

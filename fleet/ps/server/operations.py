@@ -216,13 +216,7 @@ class Operations:
         return answer
 
     def _values(
-        self,
-        peer: ConnectedWorker,
-        worker: Worker,
-        header: Header,
-        dense: list[TablePart],
-        beat: Beat,
-        status: Status,
+        self, peer: ConnectedWorker, worker: Worker, header: Header, dense: list[TablePart], beat: Beat, status: Status
     ) -> Answer:
         """Returns what a worker needs after its push of a step, which is applied then."""
         reached, answers = self._rows(peer, worker, header, dense, beat)

@@ -88,7 +88,7 @@ class DensePart:
     @torch.no_grad()
     def assign(self, values: Rows, start: int = 0) -> None:
         """Copies ``values`` into the parameters, from element ``start`` of all."""
-        if start == 0 and len(values) == self.config.size and all(map(is_plain, self.parameters)):
+        if start == 0 and len(values) == self.config.size and all(map(_is_plain, self.parameters)):
             self._assign_plain(values)
             return
         whole = torch.from_numpy(values)
@@ -114,13 +114,13 @@ class DensePart:
         increment_version(self.parameters)
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Returns whether it is float32, strided and in the memory of the CPU."""
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return is_plain(tensor) and tensor.is_contiguous() and not tensor.is_neg()
+    return _is_plain(tensor) and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _flat(tensors: Sequence[Tensor], out: Rows | None) -> Rows:

@@ -21,8 +21,9 @@ import numpy as np
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, TakeChanged, Ticket
 from fleet.ps.client.merge import with_distinct_ids
-from fleet.ps.client.shards import Gradient, Keys, Rows, Take
+from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.wire.positions import Positions
+from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.geo import GeoCommunicator
 from fleet.ps.worker.row_replicas import OLD_S, make_replicas
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, Push, SenderConfig
@@ -148,19 +149,16 @@ class SyncExchange:
         spare = self._spare
         self._spare = {}  # after a failure a request may still refer to it
         self.plan.watch.excuse()  # a step that fails may have written a part
-        takes = self._takes()
+        takes = {part.table_id: part.assign for part in self.plan.dense}
         with nullcontext() if self._replicas is None else self._replicas.pushing() as changed:
             with self.client.places([part.table_id for part in self.plan.dense if part.has_gradients()]) as places:
                 everything = self._everything(gradients, places, spare)
                 ticket = self.client.push(everything, positions=positions, out=takes, changed=changed)
             self.client.wait(ticket)
-        self._receive({table_id: take for table_id, take in takes.items() if table_id not in ticket.given})
+        self._receive([part for part in self.plan.dense if part.table_id not in ticket.given])  # they had no gradient
         self.plan.watch.note()
         self._spare = spare
         self._reached = self.client.step
-
-    def _takes(self) -> dict[int, Take]:
-        return {part.table_id: part.assign for part in self.plan.dense}
 
     def _everything(
         self, gradients: Gradients, places: Mapping[int, Rows], spare: dict[int, Rows | None]
@@ -192,7 +190,7 @@ class SyncExchange:
     def flush(self) -> None:
         """Takes the servers' parameters."""
         self.plan.watch.excuse()
-        self._receive(self._takes())
+        self._receive(self.plan.dense)
         self.plan.watch.note()
         if self._replicas is not None:
             self._replicas.expire()
@@ -213,8 +211,9 @@ class SyncExchange:
 
     abandon = close
 
-    def _receive(self, takes: Mapping[int, Take]) -> None:
-        if takes:
+    def _receive(self, parts: Sequence[DensePart]) -> None:
+        if parts:
+            takes = {part.table_id: part.assign for part in parts}
             self.client.wait(self.client.pull(dict.fromkeys(takes), out=takes))
 
     def _ask(self) -> dict[int, Rows]:

@@ -139,8 +139,9 @@ class Trainer:
         rejoin(client, self._pending)  # after the barriers of the start, which a restarted worker passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
+            ask, ask_ahead = partial(self.rows, table.table_id), partial(self.rows_ahead, table.table_id)
             for module in table.modules:
-                module.lookup.source = self._rows_of(table.table_id)
+                module.lookup.source = TrainedRows(ask, ask_ahead, lambda: self._exchange is not None)
         self.drop_gradients()
         _OPEN.add(self)
 
@@ -423,11 +424,6 @@ class Trainer:
             for part in self.plan.dense:
                 part.assign(values[part.table_id])
             self.plan.watch.note(values)
-
-    def _rows_of(self, table_id: int) -> TrainedRows:
-        return TrainedRows(
-            partial(self.rows, table_id), partial(self.rows_ahead, table_id), lambda: self._exchange is not None
-        )
 
     def _connect(self, channel: int) -> Client:
         client = self._make_client(channel)
