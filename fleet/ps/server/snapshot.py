@@ -267,10 +267,13 @@ def _read_job_state(path: Path, job: JobState) -> tuple[int, dict[str, Any]]:
     for rank, table in fields["recorded"]:
         recorded[rank, table] = np.frombuffer(payloads.pop(0), np.int64)
     job.recorder.restore(recorded)
-    known = fields["published"]
+    _restore_published(job, fields["published"])
+    return lsn, fields
+
+
+def _restore_published(job: JobState, known: dict[str, Any]) -> None:
     job.published.begin(known["history"], tuple(known["kept_for"]), known["confirmed"])
     job.published.whole = known["whole"]
-    return lsn, fields
 
 
 def read_chunks_of(path: Path) -> list[tuple[int, int, int, int, bytes]]:
