@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,7 +35,7 @@ from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._gradients.passes import outside_graphs
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like
+from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
 from fleet.strategies._shared.through_host import gather_through_host
 
 
@@ -93,8 +93,9 @@ class DividedModule(nn.Module):
         self.exchanges, self.held = True, False
         self._process_group = process_group
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        for root in self._roots:
-            root.register_forward_pre_hook(GatheredHooks(root))
+        self._gathered = [GatheredHooks(root) for root in self._roots]
+        for root, hooks in zip(self._roots, self._gathered, strict=True):
+            root.register_forward_pre_hook(hooks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -148,6 +149,12 @@ class DividedModule(nn.Module):
             self.set_exchanges(before[0])
             self.held = before[1]
 
+    def drop_local(self, parameters: Iterable[Tensor]) -> None:
+        """Drops the gradients of ``parameters`` that no backward pass has exchanged yet."""
+        dropped = set(parameters)
+        for hooks in self._gathered:
+            hooks.drop_local(dropped)
+
     @outside_graphs
     def _share_buffers(self) -> None:
         buffers = [b for b in self.module.buffers() if b.numel()]
@@ -181,6 +188,12 @@ class GatheredHooks:
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
                 gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
+
+    def drop_local(self, parts: Set[Tensor]) -> None:
+        """Drops the whole gradients that wait at what ``parts`` were gathered into; FSDP2 adds them up there."""
+        for gathered in self._hooked.values():
+            if part_of(cast(nn.Parameter, gathered)) in parts:
+                gathered.grad = None
 
 
 def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -275,11 +288,13 @@ class ShardedOptimizer(OptimizerWrapper):
     Args:
         optimizer: the optimizer inside.
         divided: the models, also those that come later.
+        drops: whether ``zero_grad()`` drops what ``no_sync()`` left in the models; options may keep batches there.
     """
 
-    def __init__(self, optimizer: Optimizer, divided: Sequence[DividedModule]) -> None:
+    def __init__(self, optimizer: Optimizer, divided: Sequence[DividedModule], *, drops: bool = True) -> None:
         super().__init__(optimizer)
         self._divided = divided
+        self._drops = drops
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
 
     def repoint(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -301,6 +316,13 @@ class ShardedOptimizer(OptimizerWrapper):
         for divided in self._divided:
             divided.reshard()
         return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of every parameter, those that ``no_sync()`` left in the models included."""
+        super().zero_grad(set_to_none=set_to_none)
+        if self._drops:
+            for divided in self._divided:
+                divided.drop_local(self.parameters())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state: with DTensors, whole, or the part that this worker saved.

@@ -299,7 +299,7 @@ class Sharding(StepCounter):
             return PartitionedOptimizer(optimizer, group, self._buffer_bytes, offload, experts)
         from fleet.strategies.sharding.divided_model import ShardedOptimizer
 
-        sharded = ShardedOptimizer(optimizer, self._divided)
+        sharded = ShardedOptimizer(optimizer, self._divided, drops=not self._counts)
         sharded.repoint({**self._replaced, **self._gathered_now()})
         self._optimizers.append(sharded)
         return sharded
@@ -326,6 +326,9 @@ class Sharding(StepCounter):
         """Drops what the present batch has added up; raises ConfigError where it cannot be dropped."""
         for accumulator in self._accumulators:
             accumulator.note_clear(parameters)
+        if not self._counts:
+            for divided in self._divided:
+                divided.drop_local(parameters)
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Merges unfrozen parameters too; raises ConfigError when parameters were added to a divided model."""

@@ -71,6 +71,48 @@ def test_corners(tmp_path: Path) -> None:
             assert "full_state_dict() on every" in found[f"saved {stage}"]
 
 
+def small() -> nn.Sequential:
+    """Returns a net without buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+CLEARS = ("optimizer", "model", "zeros", "nothing")
+
+
+def dropped_windows(rank: int, world_size: int) -> dict[str, Any]:
+    """Returns the gradients after a window under no_sync() that was cleared, or not, and one exchanging pass."""
+    found: dict[str, Any] = {}
+    for stage in (2, 3):
+        fleet.init(is_collective=True, strategy=options(2, stage=stage))
+        net = small()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        model = fleet.distributed_model(net)
+        for clear in CLEARS:
+            with model.no_sync():
+                model(batch(0, rank)).square().mean().backward()
+            if clear == "model":
+                model.zero_grad()
+            elif clear != "nothing":
+                optimizer.zero_grad(set_to_none=clear == "optimizer")
+            model(batch(1, rank)).square().mean().backward()
+            found[f"{clear} {stage}"] = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr, operator]
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_window_that_was_cleared_counts_for_nothing() -> None:
+    """no_sync(): zero_grad() of optimizer and model drop the gradients of the window in stages 2 and 3."""
+    for found in run_workers(dropped_windows, 2, backend=None):
+        for clear in CLEARS:
+            net = small()
+            for step in (0, 1) if clear == "nothing" else (1,):
+                for rank in range(2):
+                    (net(batch(step, rank)).square().mean() / 2).backward()
+            for stage in (2, 3):
+                torch.testing.assert_close(found[f"{clear} {stage}"], [p.grad for p in net.parameters()])
+
+
 class ReadFromOutside(nn.Module):
     """A parameter list, and a layer whose weight another one reads; neither is called."""
 
