@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
 from fleet.checkpoint.state_taker import Description, StateTaker
 from fleet.checkpoint.values import decode, encode
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import Axes
 from fleet.job.job import Job
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
@@ -163,6 +164,14 @@ def own_state_of(optimizers: Iterable[Optimizer], job: Job | None) -> bool:
         return any(bool(getattr(optimizer, "has_own_state", False)) for optimizer in optimizers)
     states = [OptimizerWrapper.state_dict(o) for o in optimizers if isinstance(o, OptimizerWrapper)]
     return any(isinstance(value, Mapping) and value.get("batch") for state in states for value in state.values())
+
+
+def warn_of_waiting(optimizers: Iterable[Optimizer]) -> None:
+    """Warns of batches that wait for their update and that the checkpoint lacks."""
+    for optimizer in optimizers:
+        lacks = isinstance(optimizer, OptimizerWrapper) and not optimizer.has_own_state
+        if lacks and (note := optimizer.saving_note()) is not None:
+            warnings.warn(note, OptionWarning, stacklevel=5)
 
 
 def _model(found: nn.Module, job: Job | None) -> nn.Module:

@@ -21,7 +21,7 @@ from fleet.checkpoint.data_files import FileBlock, block_of, in_file_order
 from fleet.checkpoint.index import OBJECTS, Index, Piece, TensorEntry
 from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.saved_objects import ObjectState, own_state_of, takers_of
+from fleet.checkpoint.saved_objects import ObjectState, own_state_of, takers_of, warn_of_waiting
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
 from fleet.checkpoint.to_group import StateGroup
@@ -215,7 +215,9 @@ def taken_by(takers: Sequence[StateTaker], job: Job | None) -> Taken:
         aliases |= state.aliases
         values |= state.values
     kinds = {taker.key: [taker.kind, taker.class_name] for taker in takers}
-    own = own_state_of([taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)], job)
+    optimizers = [taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)]
+    warn_of_waiting(optimizers)
+    own = own_state_of(optimizers, job)
     saved_by = {
         "world_size": world_size_of(job),
         "degrees": {**axes.degrees, **axes.experts},

@@ -93,7 +93,7 @@ class OptimizerWrapper(Optimizer):
     def has_own_state(self) -> bool:
         """Whether a checkpoint of this moment needs the state of every worker, because they differ."""
         inner = isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_own_state
-        return inner or self.is_out_of_step or self.saving_note() is not None
+        return inner or self.is_out_of_step
 
     def note_step(self) -> None:
         """Lets a scheduler that was made on the optimizer inside know of a step that did not call it."""

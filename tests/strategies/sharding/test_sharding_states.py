@@ -184,6 +184,31 @@ def merge(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+def save_within_an_update(rank: int, world_size: int, folder: str) -> list[tuple[Any, Any, list[str]]]:
+    """Saves a checkpoint with a batch waiting inside the divided model, and loads it in a new session."""
+    found = []
+    for stage in (2, 3):
+        path = f"{folder}/{stage}"
+        model, optimizer = started({"stage": stage, "gradient_merge_acc_step": 2}, 0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            steps(model, optimizer, rank, 0, 3)
+            fleet.checkpoint.save(path, {"model": model, "optimizer": optimizer})
+        saved = model.full_state_dict()
+        model, optimizer = started({"stage": stage, "gradient_merge_acc_step": 2}, 1)
+        fleet.checkpoint.load(path, {"model": model, "optimizer": optimizer})
+        found.append((saved, model.full_state_dict(), [str(one.message) for one in said]))
+    return found
+
+
+def test_a_checkpoint_within_an_update_is_loaded(tmp_path: Any) -> None:
+    """Batches that wait are not part of it, which the save says; they make no state of each worker's own."""
+    for saved, loaded, said in run_workers(save_within_an_update, 2, str(tmp_path), backend=None)[0]:
+        assert any("batches wait for their update" in text for text in said)
+        for name, value in saved.items():
+            torch.testing.assert_close(loaded[name], value, atol=0, rtol=0)
+
+
 def test_merged_batches_equal_a_big_batch() -> None:
     """A.2: gradient_merge_acc_step counts steps, accumulate_steps backward passes; both equal one big batch."""
     net = net_of(0)
