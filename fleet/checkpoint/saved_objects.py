@@ -6,7 +6,7 @@ import json
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -169,8 +169,8 @@ def own_state_of(optimizers: Iterable[Optimizer], job: Job | None) -> bool:
 def warn_of_waiting(optimizers: Iterable[Optimizer]) -> None:
     """Warns of batches that wait for their update and that the checkpoint lacks."""
     for optimizer in optimizers:
-        lacks = isinstance(optimizer, OptimizerWrapper) and not optimizer.has_own_state
-        if lacks and (note := optimizer.saving_note()) is not None:
+        note = optimizer.saving_note() if isinstance(optimizer, OptimizerWrapper) else None
+        if note is not None and not cast(OptimizerWrapper, optimizer).has_own_state:
             warnings.warn(note, OptionWarning, stacklevel=5)
 
 
