@@ -9,9 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fleet.checkpoint.boxes import held_boxes
 from fleet.checkpoint.index import Index, TensorEntry
-from fleet.checkpoint.items import Wanted
+from fleet.checkpoint.items import Item, Wanted
 from fleet.checkpoint.model_tensors import module_items
 from fleet.checkpoint.to_group import VALUE, GroupSource, StateGroup, StateMesh, boxes_of, described
 from fleet.errors import CheckpointError, OptionWarning
@@ -59,7 +58,7 @@ class ModelStates:
         state = self._module.state_dict()
         here = StateGroup((self._mesh.axes.global_rank,), None, self._mesh.device)
         group = self._mesh.copy_group(shards_in(state.values())) if self.is_collective() else here
-        items = {item.name: item for item in module_items(self._module, self._mesh.axes)}
+        items = self._items()
         posts = group.post({**self._posted(state, items), "boxes": boxes_of(items.values()), "keep": keep})
         stages = self._mesh.by_stage(posts, group.ranks)
         rows = {row[0]: row for post in reversed(stages) for row in post["entries"]}
@@ -69,7 +68,10 @@ class ModelStates:
         found |= {name: state[name] for name in names if rows[name][1] == VALUE and name in state}
         return found if keep else {}
 
-    def _posted(self, state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
+    def _items(self) -> dict[str, Item]:
+        return {item.name: item for item in module_items(self._module, self._mesh.axes)}
+
+    def _posted(self, state: Mapping[str, Any], items: Mapping[str, Item]) -> dict[str, Any]:
         travels = self._mesh.has_stages
         entries = [described(name, value, items.get(name), travels) for name, value in state.items()]
         return {"stage": self._mesh.stage, "entries": entries}
@@ -93,14 +95,11 @@ class ModelStates:
         Raises CheckpointError for the part of another worker.
         """
         own = self._module.state_dict()
-        parts = [value for value in own.values() if is_part(value)]
-        mine = self._mesh.place(self._layouts.values(), place_of(parts[0]) if parts else None)
-        saved = state.get(PART)
-        if saved is not None:
-            check_place(saved, mine or {"rank": 0, "degree": 1})
-        elif (marked := getattr(state, PART, None)) is not None:
-            check_place(marked, self._mesh.place(self._layouts.values()) or {"rank": 0, "degree": 1})
+        saved, parts = state.get(PART), [value for value in own.values() if is_part(value)]
         inner = place_of(parts[0]) if parts and saved is not None else None
+        marked = getattr(state, PART, None) if saved is None else saved  # a marked state has its DTensors
+        if marked is not None:
+            check_place(marked, self._mesh.place(self._layouts.values(), inner) or {"rank": 0, "degree": 1})
         named = {name: value for name, value in state.items() if name != PART and name not in self.elsewhere}
         return {name: part_like(self._cut(name, value), own.get(name), inner) for name, value in named.items()}
 
@@ -114,7 +113,7 @@ class ModelStates:
         Raises CheckpointError on every worker when it does not fit; nothing is changed then.
         """
         own = self._module.state_dict()
-        items = {item.name: item for item in module_items(self._module, self._mesh.axes)}
+        items = self._items()
         group = StateGroup.of_everyone(self._mesh.device)
         posts = group.post(self._posted({name: own[name] for name in items}, items))
         shapes = {row[0]: tuple(row[2]) for post in self._mesh.by_stage(posts, group.ranks) for row in post["entries"]}
@@ -132,8 +131,8 @@ class ModelStates:
         index = Index({name: TensorEntry(types[name], shape) for name, shape in shapes.items()})
         source = GroupSource(index, "load_full_state_dict()", group, state.__getitem__ if is_first else None)
         wanted = Wanted()
-        for name in items:
-            wanted.add(name, held_boxes(own[name], self._layouts.get(name)))
+        for name, item in items.items():
+            wanted.add(name, item.boxes)
         source.fill_all([wanted])
         self._module.load_state_dict({}, strict=False)  # for the hooks that a module has for loading
 

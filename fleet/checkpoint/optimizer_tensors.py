@@ -41,6 +41,11 @@ class OptimizerTensors(StateTaker):
         axes: the place of this worker.
         own: the rank, where each worker keeps a state of its own; ``None`` elsewhere.
         homes: of each parameter the key of its module, empty for one that is not among the objects, and its name there.
+
+    Attributes:
+        parameters: in the order of the groups.
+        names: of the parameters; that of one in no module begins with ``#``.
+        partitioned: the wrapper inside, where each worker of a sharding group keeps the state of some parameters.
     """
 
     kind = "optimizer"
@@ -51,14 +56,14 @@ class OptimizerTensors(StateTaker):
     ) -> None:  # fmt: skip
         self.key, self.optimizer, self._axes, self._own = key, optimizer, axes, own
         self._prefix = key if own is None else f"@{own}/{key}"
-        self._parameters: list[Tensor] = []
-        self._names: list[str] = []
+        self.parameters: list[Tensor] = []
+        self.names: list[str] = []
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                self._parameters.append(parameter)
-                self._names.append(names.get(parameter) or f"#{number}.{place}")
-        self._homes = [(homes or {}).get(parameter, ("", "")) for parameter in self._parameters]
-        self._partitioned = wrapper_in(optimizer, PartitionedOptimizer)
+                self.parameters.append(parameter)
+                self.names.append(names.get(parameter) or f"#{number}.{place}")
+        self._homes = [(homes or {}).get(parameter, ("", "")) for parameter in self.parameters]
+        self.partitioned = wrapper_in(optimizer, PartitionedOptimizer)
         self.class_name = type(getattr(optimizer, "user_optimizer", optimizer)).__name__
         self._entries: dict[int, dict[str, Any]] = {}  # what put() gives the optimizer
 
@@ -73,13 +78,11 @@ class OptimizerTensors(StateTaker):
         state = self._state()
         items: list[Item] = []
         values: dict[str, Any] = {}
-        for place, name in enumerate(self._names):
-            for key, value in state["state"].get(place, {}).items():
-                full = f"{self._prefix}/{name}/{key}"
-                if isinstance(value, Tensor):
-                    items.append(self._item(full, value, self._parameters[place]))
-                else:
-                    values[full] = self._encoded(full, value, items, self._parameters[place])
+        for place, _, full, value in self.entries(state):
+            if isinstance(value, Tensor):
+                items.append(self.item(full, value, place))
+            else:
+                values[full] = self._encoded(full, value, items, self.parameters[place])
         along = ("pp", "ep") if self._axes.experts else ("pp",)  # the names differ along these
         stage = 0 if self._own is not None else self._axes.rank(*along)
         values[f"{self._prefix}/groups@{stage}"] = self._groups(state, items)
@@ -89,6 +92,17 @@ class OptimizerTensors(StateTaker):
             if key not in ("state", "param_groups", PART):
                 values[f"{self._prefix}/+{key}"] = self._encoded(f"{self._prefix}/+{key}", value, items)
         return Description(items, values=values)
+
+    def entries(self, state: Mapping[str, Any]) -> Iterator[tuple[int, str, str, Any]]:
+        """Yields what ``state`` holds for parameters: place, key, name of the entry, and value."""
+        for place, name in enumerate(self.names):
+            for key, value in state["state"].get(place, {}).items():
+                yield place, key, f"{self._prefix}/{name}/{key}", value
+
+    def group_names(self) -> list[list[str]]:
+        """Returns the names of the parameters in each group."""
+        names = iter(self.names)
+        return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def _encoded(self, name: str, value: Any, items: list[Item], parameter: Tensor | None = None) -> Any:
         tensors: dict[str, Tensor] = {}
@@ -100,9 +114,9 @@ class OptimizerTensors(StateTaker):
         found = []
         for number, group in enumerate(state["param_groups"]):
             settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            named = [self._names[place] for place in group["params"]]
+            named = [self.names[place] for place in group["params"]]
             at = f"{self._prefix}/groups/{number}"
-            shapes = [list(self._whole_shape(self._parameters[place])) for place in group["params"]]
+            shapes = [list(self._whole_shape(self.parameters[place])) for place in group["params"]]
             keys = list(dict.fromkeys(key for place in group["params"] for key in state["state"].get(place, {})))
             encoded = self._encoded(at, settings, items)
             found.append({"params": named, "shapes": shapes, "settings": encoded, "keys": keys})
@@ -111,19 +125,24 @@ class OptimizerTensors(StateTaker):
     def _whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
         return tuple(local(parameter).shape) if self._own is not None else whole_shape(parameter, layout_of(parameter))
 
-    def _item(self, name: str, value: Tensor, parameter: Tensor) -> Item:
+    def item(self, name: str, value: Tensor, place: int) -> Item:
+        """Returns the tensor ``value``, a part of the state of the parameter at ``place``.
+
+        Raises CheckpointError for a part of another shape than the parameter's.
+        """
         if self._own is not None:
             return self._plain_item(name, local(value))
+        parameter = self.parameters[place]
         layout = layout_of(parameter)
         is_like = tuple(value.shape) == tuple(parameter.shape)
         if value.dim() and not is_like and layout is not None and layout.parts > 1:
             raise CheckpointError(
-                f"save(): the optimizer keeps {name!r} of shape {list(value.shape)} for a part of shape "
+                f"The optimizer keeps {name!r} of shape {list(value.shape)} for a part of shape "
                 f"{list(layout.shape)}, and how such parts make a whole is unknown. Use an optimizer whose state has "
-                "the shape of its parameters, or do not divide this layer."
+                "the shape of its parameters, do not divide this layer, or save local_state_dict() on each worker."
             )
         layout = layout if is_like else None
-        owned = self._partitioned is not None
+        owned = self.partitioned is not None
         shape = whole_shape(value, layout)
         holders = holders_of(self._axes, value if is_part(value) else parameter, layout, is_expert(parameter), owned)
         return Item(name, shape, held_boxes(value, layout), holders)
@@ -135,7 +154,7 @@ class OptimizerTensors(StateTaker):
         if self._own is not None:
             holders = (self._own,)
         elif parameter is not None:
-            owned = self._partitioned is not None
+            owned = self.partitioned is not None
             holders = holders_of(self._axes, parameter, layout_of(parameter), is_expert(parameter), owned)
         return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=True)
 
@@ -150,10 +169,7 @@ class OptimizerTensors(StateTaker):
                 f"{self.key!r}: {len(saved)} parameter groups are in the checkpoint, and the optimizer has "
                 f"{len(self.optimizer.param_groups)}"
             ]
-        start = 0
-        for number, (group, other) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
-            mine = self._names[start : start + len(group["params"])]
-            start += len(mine)
+        for number, (mine, other) in enumerate(zip(self.group_names(), saved, strict=True)):
             known, here = set(other["params"]), set(mine)
             missing = [name for name in mine if name not in known]
             elsewhere = self._axes.size("pp") > 1 or bool(self._axes.experts)
@@ -170,7 +186,7 @@ class OptimizerTensors(StateTaker):
             for name, shape in zip(group["params"], group["shapes"], strict=True)
             if shape is not None
         }
-        for parameter, name in zip(self._parameters, self._names, strict=True):
+        for parameter, name in zip(self.parameters, self.names, strict=True):
             whole = self._whole_shape(parameter)
             if shapes.get(name, whole) != whole:
                 found.append(f"{self.key!r}: {name!r} is {list(shapes[name])} in the checkpoint and {list(whole)} here")
@@ -187,7 +203,7 @@ class OptimizerTensors(StateTaker):
             if full in source.index.values:
                 found.add_inside(source, value)
             else:
-                parameter, present = self._parameters[place], own.get(place, {}).get(key)
+                parameter, present = self.parameters[place], own.get(place, {}).get(key)
                 value = self._memory(source, full, parameter, present, used, found)
             self._entries.setdefault(place, {})[key] = value
         for group in self._saved_groups(source):
@@ -200,8 +216,8 @@ class OptimizerTensors(StateTaker):
     def _needed(self, source: StateSource) -> Iterator[tuple[int, str, str]]:
         """Yields the state that this worker keeps: place of the parameter, key, and name in the checkpoint."""
         order = list(dict.fromkeys(key for group in self._saved_groups(source) for key in group.get("keys", ())))
-        for place, name in enumerate(self._names):
-            if self._partitioned is None or self._partitioned.owns(self._parameters[place]):
+        for place, name in enumerate(self.names):
+            if self.partitioned is None or self.partitioned.owns(self.parameters[place]):
                 keys = self._keys(source, name)
                 for key in sorted(keys, key=lambda key: order.index(key) if key in order else len(order)):
                     yield place, key, f"{self._prefix}/{name}/{key}"
@@ -262,9 +278,9 @@ class OptimizerTensors(StateTaker):
         """Takes the saved names, in order, where parameters here or there belong to no module that has names."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         named = [name for group in saved for name in group["params"]]
-        unnamed = any(name.startswith("#") for name in (*named, *self._names))
+        unnamed = any(name.startswith("#") for name in (*named, *self.names))
         if unnamed and sizes == [len(group["params"]) for group in saved]:
-            self._names = named
+            self.names = named
 
     def _match_by_module(self, saved: list[dict[str, Any]]) -> None:
         """Takes the saved names of parameters whose name several modules have.
@@ -280,15 +296,15 @@ class OptimizerTensors(StateTaker):
             for place, (key, bare) in enumerate(self._homes):
                 if not bare or bool(key) != is_given:
                     continue
-                exact = f"{key}:{bare}" if is_given else self._names[place]
+                exact = f"{key}:{bare}" if is_given else self.names[place]
                 free = [name for name in like.get(bare, ()) if name not in claimed]
                 if exact not in free and is_given:
                     free = [name for name in free if name == bare]
                 if exact in free:
-                    self._names[place] = exact
+                    self.names[place] = exact
                 elif len(free) == 1:
-                    self._names[place] = free[0]
-                claimed.add(self._names[place])
+                    self.names[place] = free[0]
+                claimed.add(self.names[place])
 
     def _keys(self, source: StateSource, name: str) -> list[str]:
         """Returns the names of the saved state of the parameter ``name``, in order."""
