@@ -119,15 +119,11 @@ class ModelStates:
         shapes = {row[0]: tuple(row[2]) for post in self._mesh.by_stage(posts, group.ranks) for row in post["entries"]}
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         problem = _misfit(state, shapes) if is_first else ""
+        dtypes = {} if problem or not is_first else {name: f"{state[name].dtype}"[len("torch.") :] for name in shapes}
+        types = group.post(dtypes, CheckpointError(problem) if problem else None)[0]
         if not dist.is_initialized():
-            if problem:
-                raise CheckpointError(problem)
             self._module.load_state_dict(self.fitted(state), strict=False)
             return
-        dtypes = {} if problem or not is_first else {name: f"{state[name].dtype}"[len("torch.") :] for name in shapes}
-        is_bad, types = group.post([bool(problem), dtypes])[0]
-        if is_bad:
-            raise CheckpointError(problem or "load_full_state_dict(): worker 0's state does not fit; it says why.")
         index = Index({name: TensorEntry(types[name], shape) for name, shape in shapes.items()})
         source = GroupSource(index, "load_full_state_dict()", group, state.__getitem__ if is_first else None)
         wanted = Wanted()

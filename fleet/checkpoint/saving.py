@@ -248,10 +248,7 @@ def gathered(taken: Taken | None, problem: str, group: StateGroup, call: str) ->
     """
     blocks = [] if taken is None else [asdict(block) for block in taken.share.blocks]
     rest = {} if taken is None else {name: getattr(taken.share, name) for name in ("values", "aliases", "job")}
-    posts = group.post({"problem": problem, "blocks": blocks, **rest})
-    for rank, post in zip(group.ranks, posts, strict=True):
-        if post["problem"]:
-            raise CheckpointError(f"{call}: worker {rank}: {post['problem']}")
+    posts = group.post({"blocks": blocks, **rest}, CheckpointError(f"{call}: {problem}") if problem else None)
     assert taken is not None
     index = Index.merged(_record_of(rank, post) for rank, post in zip(group.ranks, posts, strict=True))
     views = iter(view for _, view in taken.written)

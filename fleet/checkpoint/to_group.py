@@ -5,6 +5,10 @@ Every worker posts the entries of its state, in order, and the boxes that it hol
 "file" of a piece is the rank of a worker. Then every worker goes through the same list: a piece that some worker keeps
 and lacks is sent by the first one that holds it. One piece travels at a time.
 
+[Note: Errors of one worker]
+A worker that fails between two posts says so in the next one, in which the others are: all of them raise. So what can
+fail stands before a post, and nothing between a post and the sending that follows it.
+
 [Note: Stages]
 Workers along pp hold different layers, and workers along ep different experts under different names. "Stage" means the
 place along pp, or along both where experts are divided. With a pipeline, names that begin with the index of a layer go
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +40,21 @@ VALUE = "value"  # the type of an entry that is not a tensor
 _COPY_OF_SHARDS = ("pp", "sharding", "sep", "cp", "mp")
 
 
+class ForeignError(CheckpointError):
+    """A worker of a group has failed for another reason than the state; raised on all workers of the group."""
+
+
+@contextmanager
+def as_damage(name: str) -> Iterator[None]:
+    """Raises CheckpointError where the block meets content of ``name`` that has another form than a save writes."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{name} is damaged ({type(error).__name__}: {error})") from error
+
+
 class StateGroup:
     """Workers that exchange states.
 
@@ -47,17 +67,41 @@ class StateGroup:
     def __init__(self, ranks: Sequence[int], group: Any, device: torch.device) -> None:
         self.ranks, self.group, self.device = tuple(ranks), group, device
         self.rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
+        self._has_ended = False  # by an error that all workers know
 
     @classmethod
     def of_everyone(cls, device: torch.device) -> StateGroup:
         """Returns the group of all processes; of this process alone before the process group is started."""
         return cls(range(dist.get_world_size()) if dist.is_initialized() else (0,), None, device)
 
-    def post(self, what: Any) -> list[Any]:
-        """Returns what every worker posts, JSON, in the order of the ranks; a collective call."""
-        text = json.dumps(what)
+    def post(self, what: Any, error: Exception | None = None) -> list[Any]:
+        """Returns what every worker posts, JSON, in the order of the ranks; a collective call.
+
+        Raises CheckpointError on every worker where one has an ``error``, ForeignError where it is no CheckpointError.
+        """
+        is_foreign = error is not None and not isinstance(error, CheckpointError)
+        problem = "" if error is None else f"{type(error).__name__}: {error}" if is_foreign else f"{error}"
+        text = json.dumps([problem, is_foreign, what])
         texts = [text] if len(self.ranks) == 1 else gather_texts(text, self.group, self.device)
-        return [json.loads(found) for found in texts]
+        posts = [json.loads(found) for found in texts]
+        for rank, (problem, is_foreign, _) in zip(self.ranks, posts, strict=True):
+            if problem:
+                self._has_ended = True
+                said = f"{problem.rstrip('.')} (worker {rank})." if len(self.ranks) > 1 else problem
+                raise (ForeignError if is_foreign else CheckpointError)(said) from error
+        return [found for _, _, found in posts]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raises on every worker where the block, which may post, fails on one; see [Note: Errors of one worker]."""
+        self._has_ended = False
+        try:
+            yield
+        except Exception as error:
+            if not self._has_ended and len(self.ranks) > 1:
+                self.post(None, error)
+            raise
+        self.post(None)
 
     def to_first(self, own: Tensor | None, source: int, sizes: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Returns on the first worker the tensor that the worker ``source`` holds, ``None`` elsewhere.
@@ -325,15 +369,17 @@ class GroupSource(StateSource):
     @torch.no_grad()
     def fill_all(self, wanted: Iterable[Wanted]) -> None:
         """Fills the boxes of all ``wanted``: one whole tensor after the other travels to all workers."""
-        mine = dict(self._in_order(wanted))
-        for name in self._names(mine):
-            entry = self.known(name)
-            if self._read is not None:
-                whole = self._read(name).detach().to(self._group.device).contiguous()
-            else:
-                whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self._group.device)
-            broadcast_bits(whole, self._group.ranks[0], self._group.group)
-            copy_from(Piece("", 0, (0,) * whole.dim(), tuple(whole.shape)), whole, mine.get(name, []))
+        with self._group.together():
+            mine = dict(self._in_order(wanted))
+            for name in self._names(mine):
+                entry = self.known(name)
+                if self._read is not None:
+                    whole = self._read(name).detach().to(self._group.device).contiguous()
+                else:
+                    whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self._group.device)
+                self._group.post(None)
+                broadcast_bits(whole, self._group.ranks[0], self._group.group)
+                copy_from(Piece("", 0, (0,) * whole.dim(), tuple(whole.shape)), whole, mine.get(name, []))
 
     def close(self) -> None:
         """Closes the files."""
@@ -346,16 +392,14 @@ class GroupSource(StateSource):
         return [name for name in self.index.tensors if name in asked]
 
     def _first(self, call: Callable[[SavedTensors], Any]) -> Any:
-        """Returns what ``call`` returns on the first worker. Raises its CheckpointError on all of them."""
-        found, problem = None, ""
+        """Returns what ``call`` returns on the first worker. Raises its error on all of them."""
+        found, error = None, None
         try:
-            found = None if self._saved is None else call(self._saved)
-        except CheckpointError as error:
-            problem = f"{error}"
-        found, problem = self._group.post([found, problem])[0]
-        if problem:
-            raise CheckpointError(problem)
-        return found
+            with as_damage(self._path):
+                found = None if self._saved is None else call(self._saved)
+        except Exception as caught:
+            error = caught
+        return self._group.post(found, error)[0]
 
 
 def _verify(names: Iterable[str], saved: SavedTensors) -> None:

@@ -33,7 +33,7 @@ from fleet.checkpoint.saved_objects import takers_of
 from fleet.checkpoint.saving import axes_of
 from fleet.checkpoint.state_taker import StateTaker
 from fleet.checkpoint.storage import LocalFolder
-from fleet.checkpoint.to_group import GroupSource, StateGroup, StateMesh
+from fleet.checkpoint.to_group import ForeignError, GroupSource, StateGroup, StateMesh, as_damage
 from fleet.checkpoint.values import decode
 from fleet.elastic._folder import candidates, check_no_link, check_whole, is_unfinished
 from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
@@ -86,14 +86,7 @@ class Restore:
         self._elsewhere = names_elsewhere(self._model, self._job)
         waiting = self._whole_ones() if self._is_first else iter(())
         while True:
-            offered, problem = None, ""
-            try:
-                offered = next(waiting, None)
-            except CheckpointError as error:  # the folder cannot be read: every worker must know
-                problem = f"{error}"
-            offered, problem = self._said_by_all([offered, problem])[0]
-            if problem:
-                raise CheckpointError(problem)
+            offered = self._said_by_all(lambda: next(waiting, None))[0]
             if offered is None:
                 return None
             name, index_sum = offered
@@ -171,10 +164,12 @@ class Restore:
         """Verifies what this worker needs; returns what is damaged on any worker."""
         path = self._folder / found.name
         text = _index_text(path, index_sum)
-        damage = ""
-        if text:
-            damage = self._read(found, lambda index: SavedTensors(LocalFolder(path), index), text)
-        said = self._said_by_all([damage, not text, found.misfits])
+
+        def read() -> list[Any]:
+            damage = self._read(found, lambda index: SavedTensors(LocalFolder(path), index), text) if text else ""
+            return [damage, not text, found.misfits]
+
+        said = self._said_by_all(read)
         damaged = [damage for damage, _, _ in said if damage]
         found.misfits = next((misfits for _, _, misfits in said if misfits), [])
         if damaged or not any(is_blind for _, is_blind, _ in said):
@@ -183,7 +178,7 @@ class Restore:
 
     def _open_for_others(self, found: Found, text: bytes) -> list[str]:
         """Does the same where only worker 0 is sure to see the folder, and sends what the others need."""
-        text = f"{self._said_by_all(text.decode() if self._is_first else '')[0]}".encode()
+        text = f"{self._said_by_all(lambda: text.decode() if self._is_first else '')[0]}".encode()
         path = self._folder / found.name
         index = Index.from_json(text, f"{found.name}/{INDEX}")
         if has_own_states(index):
@@ -198,15 +193,30 @@ class Restore:
             )
         saved = SavedTensors(LocalFolder(path), index) if self._is_first else None
         group = workers_of(self._job)
-        damage = self._read(found, lambda index: GroupSource(index, f"{path}", group, saved=saved), text)
-        said = self._said_by_all([damage, found.misfits])
-        found.misfits = next((misfits for _, misfits in said if misfits), [])
-        return [damage for damage, _ in said if damage]
-
-    def _read(self, found: Found, source_of: Callable[[Index], SavedTensors | GroupSource], text: bytes) -> str:
-        """Reads the rest and verifies what this worker needs of model and optimizer; returns what is damaged."""
         try:
-            path = self._folder / found.name
+            with group.together():
+                self._open_source(found, lambda index: GroupSource(index, f"{path}", group, saved=saved), text)
+        except ForeignError:
+            raise
+        except CheckpointError as error:
+            return [f"{error}"]
+        found.misfits = next((misfits for misfits in group.post(found.misfits) if misfits), [])
+        return []
+
+    def _read(self, found: Found, source_of: Callable[[Index], SavedTensors], text: bytes) -> str:
+        """Does what :meth:`_open_source` does; returns what is damaged."""
+        try:
+            self._open_source(found, source_of, text)
+        except CheckpointError as error:
+            return f"{error}".rstrip(".") + f" (worker {self._job.global_rank})"
+        return ""
+
+    def _open_source(
+        self, found: Found, source_of: Callable[[Index], SavedTensors | GroupSource], text: bytes
+    ) -> None:  # fmt: skip
+        """Reads the rest and verifies what this worker needs of model and optimizer. Raises CheckpointError."""
+        path = self._folder / found.name
+        with as_damage(found.name):
             check_no_link(path)
             source = source_of(Index.from_json(text, f"{found.name}/{INDEX}"))
             self._read_rest(found, source)
@@ -215,15 +225,10 @@ class Restore:
             if found.is_mean:
                 if reason := reason_against_mean(found.name, found.rest):
                     found.misfits = [reason]
-                    return ""
+                    return
                 source = MeanOfWorkers(LocalFolder(path), source.index, found.rest["world_size"])
             found.source = source
             self._verify(found, source, own and not found.is_mean)
-        except CheckpointError as error:
-            return f"{error}".rstrip(".") + f" (worker {self._job.global_rank})"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{found.name} is damaged ({type(error).__name__}: {error}) (worker {self._job.global_rank})"
-        return ""
 
     def _read_rest(self, found: Found, source: SavedTensors | GroupSource) -> None:
         """Reads what was saved beside model and optimizer; of the random generators, this worker's only."""
@@ -296,9 +301,23 @@ class Restore:
                 warnings.filterwarnings("ignore", message="dgc: this state was saved by worker", category=OptionWarning)
             yield
 
-    def _said_by_all(self, content: Any) -> list[Any]:
-        """Returns the ``content`` of every worker; a collective call."""
-        return [json.loads(f"{text}") for text in self._job.util.all_gather(json.dumps(content))]
+    def _said_by_all(self, call: Callable[[], Any]) -> list[Any]:
+        """Returns what ``call`` returns on every worker; a collective call.
+
+        Raises CheckpointError on every worker where it raises on one.
+        """
+        content, problem = None, ""
+        try:
+            content = call()
+        except Exception as error:
+            if self._job.world_size == 1:
+                raise
+            problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        said = [json.loads(f"{text}") for text in self._job.util.all_gather(json.dumps([problem, content]))]
+        for rank, (problem, _) in enumerate(said):
+            if problem:
+                raise CheckpointError(f"Checkpoint.resume(): worker {rank}: {problem}")
+        return [content for _, content in said]
 
 
 def workers_of(job: Job) -> StateGroup:

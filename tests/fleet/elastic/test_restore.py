@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from fleet.checkpoint import to_group
 from fleet.checkpoint.index import _sum_of
+from fleet.checkpoint.items import SavedTensors
+from fleet.checkpoint.model_tensors import ModelTensors
+from fleet.checkpoint.optimizer_tensors import OptimizerTensors
+from fleet.elastic import _restore
 from fleet.errors import CheckpointError
 from tests.fleet.elastic.training import Training
 from tests.helpers.workers import run_workers
@@ -63,8 +70,9 @@ def resume_misshapen(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             shutil.copytree(f"{folder}/right", f"{folder}/{how}")
             rewrite(Path(folder, how, "step-0000000003"), changes)
         again = Training(f"{own}/{how}")
-        with warnings.catch_warnings(record=True) as said:
+        with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            patched.setattr(_restore, "_VISIBLE_S", 0.5)  # worker 1 never sees it
             resumed = again.checkpoint.resume(), again.checkpoint.step, equal(again.numbers(), wanted)
         found[how] = resumed, " ".join(f"{warning.message}" for warning in said)
     return found
@@ -76,6 +84,56 @@ def test_a_checkpoint_that_is_built_wrongly_is_left_aside_by_all_workers(tmp_pat
         for how, (_, match) in WRONG_FORMS.items():
             assert found[how][0] == (True, 2, True), how
             assert rank or re.search(match, found[how][1]), found[how][1]
+
+
+def fail(call: str) -> Any:
+    """Raises what no save or load expects."""
+    raise RuntimeError(f"no memory for {call}")
+
+
+def resume_failing(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Returns, by the call that fails on one worker, what resume() returned or raised, and whether within seconds."""
+    own = folder if rank == 0 else f"{folder}/of worker {rank}"  # so that worker 0 writes and reads for both
+    training = Training(f"{own}/run")
+    wanted = training.run(1, stop_at=2).numbers()
+    training.run(1, stop_at=3)
+    if rank == 0:
+        path = Path(folder, "run", "step-0000000003")
+        (name, *_) = json.loads((path / "index.json").read_text())["files"]
+        rewrite(path, {f"files:{name}:crc32": "x"})  # which worker 0 alone meets
+    found: dict[str, Any] = {}
+    failing: dict[str, tuple[int, Any, str]] = {
+        "nothing": (-1, None, ""),
+        "wanted": (1, ModelTensors, "wanted"),
+        "check": (1, OptimizerTensors, "check"),
+        "copy": (1, to_group, "copy_from"),
+        "read": (0, SavedTensors, "whole"),
+        "verify": (0, SavedTensors, "verify"),
+        "candidates": (0, _restore, "check_whole"),
+    }
+    for how, (who, where, name) in failing.items():
+        again, began = Training(f"{own}/run"), time.monotonic()
+        with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            patched.setattr(_restore, "_VISIBLE_S", 0.5)  # worker 1 never sees it
+            if rank == who:
+                patched.setattr(where, name, lambda *_, name=name: fail(name))
+            try:
+                found[how] = again.checkpoint.resume(), again.checkpoint.step, equal(again.numbers(), wanted)
+            except CheckpointError as error:
+                found[how] = f"{error}"
+        found[how] = found[how], time.monotonic() - began < 30
+    return found
+
+
+def test_an_error_of_one_worker_is_raised_by_all(tmp_path: Path) -> None:
+    """Whatever it is: one worker raised alone, and the others waited in the next exchange until its time was over."""
+    for found in run_workers(resume_failing, 2, str(tmp_path), backend=None):
+        assert found.pop("nothing") == ((True, 2, True), True)
+        for how, (said, is_soon) in found.items():
+            assert re.search(r"RuntimeError: no memory for \w+", said), (how, said)
+            assert f"worker {0 if how in ('read', 'verify', 'candidates') else 1}" in said, (how, said)
+            assert is_soon, how
 
 
 def save_parts(rank: int, world_size: int, folder: str) -> None:
