@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checks.comparison import checksums, first_difference, listed_ranks
-from fleet.checks.equal_states import EqualStates
 from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched, missed
 from fleet.errors import ConfigError
 from fleet.job.listener import Listener
@@ -15,10 +16,16 @@ from fleet.strategies.amp.amp_model import AmpModel
 
 
 class ExchangedGradients(Listener):
-    """Looks at the gradients of each step; those of a step with a closure afterwards."""
+    """Looks at the gradients of each step; those of a step with a closure afterwards.
 
-    def __init__(self, watched: Watched) -> None:
+    Args:
+        watched: what is trained.
+        compare_optimizer: raises where the workers step with different optimizers.
+    """
+
+    def __init__(self, watched: Watched, compare_optimizer: Callable[[OptimizerWatch], None]) -> None:
         self._watched = watched
+        self._compare_optimizer = compare_optimizer
         self._job = watched.job
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
@@ -56,7 +63,7 @@ class ExchangedGradients(Listener):
                 self._check_forward(model, watch)
         watch.models = {model: model.used for model in watch.models}
         if self._watched.compares and (watch.loaded_at or not watch.is_compared):
-            self._job.listeners.get(EqualStates).compare_optimizer(watch)
+            self._compare_optimizer(watch)
         if self._watched.compares and not self._watched.trains_locally and not watch.optimizer.only_counts():
             self._check_exchanges(watch)
 
