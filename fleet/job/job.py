@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from fleet._log import LOGGER
 from fleet.job.job_workers import Workers, never
 from fleet.job.util import UtilBase
+from fleet.job.wrapped_model import WrappedModel
+from fleet.role.record import RoleRecord
 
 if TYPE_CHECKING:
     from fleet.strategies._declare.fields import Values
@@ -39,6 +43,12 @@ class Job(Workers):
 
     def __post_init__(self) -> None:
         self.util = UtilBase(self)
+
+    @classmethod
+    def alone(cls, models: Sequence[WrappedModel] = ()) -> Job:
+        """Returns the job of ``models``, or of an optimizer, outside of one, as ``torch.load`` and copies make them."""
+        options = cast("Values", {})
+        return cls(record=RoleRecord(), device=torch.device("cpu"), options=options, say=LOGGER.info, models=models)
 
     def before_save(self) -> None:
         """Tells the listeners that a state is about to be returned."""

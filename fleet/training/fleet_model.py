@@ -18,7 +18,6 @@ from fleet.checkpoint.model_states import ModelStates, warn_of_stage_or_part
 from fleet.checkpoint.save_load import known_entries
 from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError
-from fleet.job.axes import Axes
 from fleet.job.job import Job
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
@@ -70,16 +69,16 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     Args:
         module: the user's module, after strategies have rewritten parts of it.
         chain: the wrapped module that calls run; equal to ``module`` when nothing wraps it.
-        job: hears of forwards and clears; ``None`` for a copy that torch has loaded.
+        job: hears of forwards and clears; by default one of this model alone, as for a copy that torch has loaded.
     """
 
-    _job: Job | None
+    _job: Job
     _guard: ForwardGuard
 
     def __init__(self, module: nn.Module, chain: nn.Module, job: Job | None = None) -> None:
         super().__init__()
         object.__setattr__(self, "_guard", ForwardGuard(self))
-        object.__setattr__(self, "_job", job)
+        object.__setattr__(self, "_job", Job.alone([self]) if job is None else job)
         object.__setattr__(self, "_trains", True)
         object.__setattr__(self, "_exchanges", True)
         object.__setattr__(self, "_elsewhere", frozenset())
@@ -93,15 +92,13 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         """Makes calls run ``chain`` from now on."""
         object.__setattr__(self, "_chain", chain)
         object.__setattr__(self, "_passes", passes_of(chain))
-        if self._job is not None:
-            self._passes.everyone = self._job.parameters
-            self._passes.hearing = self._hearing
+        self._passes.everyone = self._job.parameters
+        self._passes.hearing = self._hearing
         self._follow_mode()
 
     def _hearing(self, hook: str) -> list[Callable[[], None]]:
         """Returns calls that tell the listeners of the job about a backward pass of this model."""
-        listeners = () if self._job is None else self._job.listeners.hearing[hook]
-        return [partial(getattr(listener, hook), self) for listener in listeners]
+        return [partial(getattr(listener, hook), self) for listener in self._job.listeners.hearing[hook]]
 
     def _follow_mode(self) -> None:
         """Takes the mode of the user's module; its submodules, which may be frozen in evaluation mode, keep theirs."""
@@ -122,8 +119,6 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
         job = self._job
-        if job is None:
-            return self._run(*args, **kwargs)
         for listener in job.listeners.hearing["before_forward"]:
             listener.before_forward(self)
         for listener in job.listeners.hearing["forward_begins"]:
@@ -168,10 +163,9 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         super().zero_grad(set_to_none=set_to_none)
         if type(self.module).zero_grad is not nn.Module.zero_grad:
             self.module.zero_grad(set_to_none=set_to_none)
-        if self._job is not None:
-            parameters = list(self.parameters())
-            for listener in self._job.listeners.hearing["gradients_cleared"]:
-                listener.gradients_cleared(parameters)
+        parameters = list(self.parameters())
+        for listener in self._job.listeners.hearing["gradients_cleared"]:
+            listener.gradients_cleared(parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward keeps gradients local; a later backward exchanges them."""
@@ -209,9 +203,8 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         return reducer.join_hook(**kwargs)
 
     def _joining(self) -> DistributedDataParallel | None:
-        if self._job is not None:
-            for listener in self._job.listeners.hearing["before_join"]:
-                listener.before_join()
+        for listener in self._job.listeners.hearing["before_join"]:
+            listener.before_join()
         return data_parallel_in(self._chain)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -252,8 +245,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
         what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
         """
-        if self._job is not None:
-            self._job.before_save()
+        self._job.before_save()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         states = self._states
         if states.is_part:
@@ -278,10 +270,9 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             >>> state = model.full_state_dict(keep=fleet.is_first_worker())
         """
         states = self._states
-        if self._job is not None:
-            self._job.before_save()
-            if states.is_collective():
-                self._job.meet("model.full_state_dict()")
+        self._job.before_save()
+        if states.is_collective():
+            self._job.meet("model.full_state_dict()")
         return states.whole(keep)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -289,8 +280,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
         :meth:`load_state_dict` loads it on the worker of the same place on the same mesh.
         """
-        if self._job is not None:
-            self._job.before_save()
+        self._job.before_save()
         return self._states.local()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -312,20 +302,17 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
         The argument of the other workers is ignored and may be ``{}``.
         """
-        if self._job is not None:
-            self._job.meet("model.load_full_state_dict()")
+        self._job.meet("model.load_full_state_dict()")
         self._states.load_from_rank_0(state_dict)
         self._tell_loaded()
 
     def _tell_loaded(self) -> None:
-        for listener in () if self._job is None else self._job.listeners.hearing["state_loaded"]:
+        for listener in self._job.listeners.hearing["state_loaded"]:
             listener.state_loaded(self)
 
     @property
     def _states(self) -> ModelStates:
-        job = self._job
-        whole = StateMesh(Axes({}, 0), torch.device("cpu")) if job is None else StateMesh(job.axes, job.device)
-        return ModelStates(self.module, whole, self._elsewhere)
+        return ModelStates(self.module, StateMesh(self._job.axes, self._job.device), self._elsewhere)
 
     def note_names_elsewhere(self, names: Iterable[str]) -> None:
         """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""

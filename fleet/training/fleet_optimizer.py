@@ -14,7 +14,6 @@ from fleet.checkpoint.model_states import warn_of_stage_or_part
 from fleet.checkpoint.optimizer_states import OptimizerStates
 from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError, OptionWarning
-from fleet.job.axes import Axes
 from fleet.job.job import Job
 from fleet.strategies._gradients.passes import forwards_behind
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
@@ -37,17 +36,13 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def __init__(self, chain: Optimizer, job: Job, user_optimizer: Optimizer) -> None:
         super().__init__(chain)
         self.user_optimizer = user_optimizer
-        self._job: Job | None = job
+        self._job = job
         self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means depends on the strategies that are on."""
         job = self._job
-        if job is None:
-            result = super().step(closure)
-            self._filled = False
-            return result
         has_closure = closure is not None
         try:
             if any(model._redirected for model in job.models):
@@ -216,7 +211,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         """
         state, states = super().state_dict(), self._states
         if states.is_collective(state):
-            self._meet("optimizer.full_state_dict()")
+            self._job.meet("optimizer.full_state_dict()")
         return states.whole(state, keep)
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -230,9 +225,9 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         """
         states = self._states
         if states.is_collective_load(state_dict):
-            self._meet("optimizer.load_state_dict()")
+            self._job.meet("optimizer.load_state_dict()")
         super().load_state_dict(states.loaded(state_dict))
-        for listener in () if self._job is None else self._job.listeners.hearing["state_loaded"]:
+        for listener in self._job.listeners.hearing["state_loaded"]:
             listener.state_loaded(self)
 
     @property
@@ -243,8 +238,6 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     @property
     def _states(self) -> OptimizerStates:
         job = self._job
-        if job is None:
-            return OptimizerStates(self, StateMesh(Axes({}, 0), torch.device("cpu")), [])
         return OptimizerStates(self, StateMesh(job.axes, job.device), cast("list[FleetModel]", job.models))
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -253,10 +246,6 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self.load_state_dict({name: value for name, value in state_dict.items() if name in known})
 
     set_dict = set_state_dict
-
-    def _meet(self, call: str) -> None:
-        if self._job is not None:
-            self._job.meet(call)
 
     def _has_backward(self, loss: Tensor) -> bool:
         """Returns whether the user's loop ran backward for ``loss``; the same on all ranks that run the same script.
@@ -291,4 +280,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._filled = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_job": None, "_counted": {}}
+        return {name: value for name, value in super().__getstate__().items() if name != "_job"} | {"_counted": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_job": Job.alone(), **state})

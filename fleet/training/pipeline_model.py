@@ -182,7 +182,7 @@ class PipelineModel(FleetModel):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def _job_for(self, call: str) -> Job:
-        if self._job is None or not self._trains:
+        if not self._trains:
             raise ConfigError(
                 f"{call}() was called on a copy of a model that distributed_model() returned. Call it on that model."
             )
@@ -190,7 +190,6 @@ class PipelineModel(FleetModel):
 
     @property
     def _options(self) -> Values:
-        assert self._job is not None
         return self._job.options
 
     def _new_step(self, mode: int, loss_index: int, scale: Any) -> PipelineStep:

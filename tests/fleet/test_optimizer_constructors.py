@@ -240,7 +240,7 @@ def test_groups_are_read_as_paddle_reads_them() -> None:
     made.step()
     np.testing.assert_allclose(net.weight.detach(), w - 0.05 * (gw + 0.1 * np.sign(w)), atol=1e-7)
     np.testing.assert_allclose(net.bias.detach(), b - 0.1 * (gb + 0.2 * b), atol=1e-7)
-    wrapped = FleetOptimizer(made, None, made)  # type: ignore[arg-type]
+    wrapped = FleetOptimizer(made, Job.alone(), made)
     wrapped.set_lr(0.4)
     assert [group["lr"] for group in wrapped.param_groups] == [0.2, 0.4]
     assert wrapped.get_lr() == pytest.approx(0.4)
