@@ -21,6 +21,7 @@ from fleet.strategies._gradients.gradient_exchange import GradientExchange, data
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, shared_by_two, users_step_hooks
+from fleet.strategies._shared.waiting import wait_for
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -251,7 +252,7 @@ def exchange_bucket(
 
     def combine(done: Any) -> Tensor:
         for sent in waiting:
-            sent.wait()  # makes the GPU's stream wait for NCCL's, which the future of all of them does not
+            wait_for(sent)  # makes the GPU's stream wait for NCCL's, which the future of all of them does not
         for part in finish:
             part()
         return bucket.buffer() if exchange.divisor == 1 else bucket.buffer().div_(num_workers)

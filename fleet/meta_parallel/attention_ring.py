@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from fleet.meta_parallel.attention_blocks import attend, attend_backward, merged
 from fleet.strategies._shared.through_host import begin_receiving, begin_sending, needs_host
+from fleet.strategies._shared.waiting import wait_for
 from fleet.strategies.tensor_parallel.regions import applied
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two streams of messages between the same workers
@@ -108,7 +109,7 @@ def _passed(tensor: Tensor, into: Tensor, group: dist.ProcessGroup, tag: int) ->
 
 def _wait(works: list[Any]) -> None:
     for work in works:
-        work.wait()
+        wait_for(work)
 
 
 def _met(origin: int, rank: int, num_tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:

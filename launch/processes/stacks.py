@@ -20,7 +20,9 @@ _THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
 _WAITS = (
     "torch/distributed/",
     "torch/autograd/graph.py",
+    "torch/futures/",
     "torch/nn/parallel/distributed.py",
+    "strategies/_shared/waiting.py",
     "fleet/job/roll_call.py",
 )
 _WAIT_DEPTH = 6

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import chunks, copy_back, flattened
 from fleet.strategies._gradients.gradient_exchange import GradientExchange
+from fleet.strategies._shared.waiting import wait_for
 
 # Buckets of a chunk that is exchanged while its backward runs: more of them start earlier, and cost messages.
 _OVERLAPPED_BUCKETS = 8
@@ -199,7 +200,7 @@ class Bucket:
     @torch.no_grad()
     def finish(self) -> None:
         """Waits, and puts the gradients into place."""
-        self._sent.future.wait()
+        wait_for(self._sent.future)
         flat, size = self._sent.received(), sum(gradient.numel() for gradient in self._gradients)
         used = flat[size:].tolist() or [1] * len(self.parameters)
         copy_back(flat[:size], self._gradients)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleet.strategies._shared.waiting import wait_for
+
 __all__ = ["begin_receiving", "begin_sending", "full_tensor", "gather_through_host", "needs_host"]
 
 
@@ -41,7 +43,7 @@ class _Arriving:
 
     def wait(self) -> None:
         """Returns when it is there."""
-        self._work.wait()
+        wait_for(self._work)
         self._into.copy_(self._copy)
 
 

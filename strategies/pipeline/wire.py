@@ -24,6 +24,7 @@ from torch import Tensor
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._shared.through_host import begin_receiving, begin_sending
+from fleet.strategies._shared.waiting import wait_for
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -245,7 +246,7 @@ class Outgoing:
         with waiting_for(f"{what}, for {self.link.described}"):
             for work, _ in works:
                 if work is not None:
-                    work.wait()
+                    wait_for(work)
 
 
 class Incoming:
@@ -318,7 +319,7 @@ class Incoming:
         with waiting_for(f"{what}, from {self.link.described}"):
             for work in works:
                 if work is not None:
-                    work.wait()
+                    wait_for(work)
         return tensors
 
 

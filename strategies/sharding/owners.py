@@ -18,6 +18,7 @@ from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.norm import of_mesh
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, step_hooks_around
 from fleet.strategies._shared.parts import PART, check_place
+from fleet.strategies._shared.waiting import wait_for
 from fleet.strategies.sharding.units import check_apart
 
 
@@ -125,7 +126,7 @@ class PartitionedOptimizer(OptimizerWrapper):
                         work = dist.broadcast(flat, group=group, group_src=owner, async_op=True)
                     sent.append((work, owner, flat, chunk))
             for work, owner, flat, chunk in sent:
-                work.wait()
+                wait_for(work)
                 if owner != rank:
                     copy_back(flat, chunk)
 

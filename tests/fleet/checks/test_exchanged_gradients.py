@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fleet import fleet
 from fleet.errors import ConfigError, RendezvousError
 from tests.helpers.checked_training import OPTIONS, STEPS, batch, flat, job, message, network, start, weights
-from tests.helpers.workers import run_workers
+from tests.helpers.workers import WorkerError, run_workers
 
 MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 Action = Callable[[int], object]
@@ -156,6 +156,8 @@ def leave_out_a_step(rank: int, world_size: int, name: str) -> str:
                 optimizer.step()
             optimizer.zero_grad()
     except (ConfigError, RendezvousError, RuntimeError) as error:  # rank 0 hears that the other one has ended
+        if name == "stage 1":
+            raise
         return str(error)
     return ""
 
@@ -165,6 +167,12 @@ def test_a_step_that_one_worker_leaves_out(name: str) -> None:
     """Issue 9, section 2: the next update found the workers apart, and nobody said so."""
     found = run_workers(leave_out_a_step, 2, name, backend=None, environment={"FLEET_WAIT_LIMIT": "1"})
     assert "Worker 1 called step() after 2 backward passes that exchanged gradients, and worker 0 did not" in found[1]
+
+
+def test_a_step_that_one_worker_leaves_out_in_stage_1() -> None:
+    """Issue 36: its workers hung, one in the exchange of step(), which did not count as waiting, and one in backward."""
+    with pytest.raises(WorkerError, match=r"(?s)step\(\) that some workers have skipped|rank 1: has ended"):
+        run_workers(leave_out_a_step, 2, "stage 1", backend=None, timeout_s=60, environment={"FLEET_WAIT_LIMIT": "1"})
 
 
 def step_by_another(rank: int, world_size: int) -> dict[str, str]:
