@@ -213,19 +213,15 @@ class FusedOptimizer(OptimizerWrapper):
     def __init__(self, optimizer: Optimizer, key: str | None) -> None:
         super().__init__(optimizer)
         self._key = key
-        self._set()
+        self.note_groups()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; one that was saved in another form continues in this one."""
         super().load_state_dict(state_dict)
-        self._set()
+        self.note_groups()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, in the same form."""
-        super().add_param_group(param_group)
-        self._set()
-
-    def _set(self) -> None:
+    def note_groups(self) -> None:
+        """Gives every parameter group the form."""
         for settings in (self.defaults, *self.param_groups):
             settings["foreach"] = self._key == "foreach" or None
             if "fused" in settings:

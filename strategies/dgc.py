@@ -291,9 +291,10 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self._compressor = compressor
         self._job = job
-        self._note_groups()
+        self.note_groups()
 
-    def _note_groups(self) -> None:
+    def note_groups(self) -> None:
+        """Compresses large gradients of new parameter groups too."""
         self._compressor.groups = {p: group for group in self.param_groups for p in group["params"]}
 
     @torch.no_grad()
@@ -322,11 +323,6 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         super().zero_grad(set_to_none=set_to_none)
         self._compressor.sent.clear()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, whose large gradients are compressed too."""
-        super().add_param_group(param_group)
-        self._note_groups()
-
     def saving_note(self) -> str | None:
         """Returns what a user who saves should know: what is held back is this worker's own."""
         if not self._compressor.v:
@@ -354,7 +350,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
             if place >= len(parameters) or parameters[place].numel() != held.numel():
                 raise ConfigError(f"dgc: the state holds {held.numel()} entries for parameter {place}, which differs.")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "dgc"})
-        self._note_groups()
+        self.note_groups()
         self._compressor.steps = int(saved["steps"])
         mine = saved["rank"] == self._job.global_rank
         if not mine and saved["v"]:

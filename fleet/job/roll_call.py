@@ -388,9 +388,8 @@ class RollCall:
         # The main thread waits in C++, where nothing can be raised.
         print(
             f"RendezvousError: {self._who} the exchange at {where} cannot finish:\n{self._account(found)}\nEvery "
-            "worker must take part in each exchange, in the same order: the same number of batches, the same models, and "
-            "no step() that some workers have skipped. "
-            f"{_LIMIT_NOTE}",
+            "worker must take part in each exchange, in the same order: the same number of batches, the same models, "
+            f"no step() that some workers have skipped. {_LIMIT_NOTE}",
             file=sys.stderr,
             flush=True,
         )

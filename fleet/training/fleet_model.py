@@ -119,6 +119,8 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
         job = self._job
+        for optimizer in job.optimizers:
+            optimizer.follow_groups()
         for listener in job.listeners.hearing["before_forward"]:
             listener.before_forward(self)
         for listener in job.listeners.hearing["forward_begins"]:

@@ -16,7 +16,7 @@ from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.job import Job
 from fleet.strategies._gradients.passes import forwards_behind
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, note_groups, wrapper_in
 from fleet.strategies._shared.parts import PART, has_parts, warn_of_parts
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer
 from fleet.training.fleet_model import FleetModel
@@ -39,6 +39,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._job = job
         self._filled = False  # a gradient arrived since the last step or clear; tracked once minimize() has to know
         self._counted: dict[nn.Parameter, Any] = {}
+        self._group_sizes = self._sizes()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; what a step means depends on the strategies that are on."""
@@ -47,6 +48,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         try:
             if any(model._redirected for model in job.models):
                 check_outside(job.models, "optimizer.step()")
+            self.follow_groups()
             for listener in job.listeners.hearing["before_step"]:
                 listener.before_step(self, has_closure)
             job.updating += 1
@@ -64,6 +66,15 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         for listener in job.listeners.hearing["after_step"]:
             listener.after_step(job.num_steps)
         return result
+
+    def follow_groups(self) -> None:
+        """Tells the strategies of parameter groups that were added to the optimizer inside, past this one."""
+        if self._group_sizes != (sizes := self._sizes()):
+            self._group_sizes = sizes
+            note_groups(self.optimizer)
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     def minimize(
         self,

@@ -325,9 +325,8 @@ class AccumulatingOptimizer(OptimizerWrapper):
         """Returns what a user who saves between two updates should know."""
         return self._accumulator.saving_note() or super().saving_note()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, whose batches are counted too."""
-        super().add_param_group(param_group)
+    def note_groups(self) -> None:
+        """Counts the batches of new parameter groups too."""
         self._accumulator.take(self.parameters)
 
     def state_dict(self) -> dict[str, Any]:

@@ -153,7 +153,9 @@ class MeshNorm:
         Raises ConfigError in a pipeline for a choice of tensors that other stages need not have.
         """
         axes = self.axes
-        if not (axes.size(*MODEL_AXES, "ep") > 1 or self._owned):
+        # torch takes no largest element of nothing, which some workers have of a parameter with few rows.
+        perhaps_empty = norm_type == math.inf and has_parts(tensors)
+        if not (axes.size(*MODEL_AXES, "ep") > 1 or self._owned or perhaps_empty):
             return None
         found = self.owners(tensors)
         if tensors and all(owner is None for owner in found):
@@ -317,7 +319,8 @@ def _reduced(
     if not order > 0:
         raise ConfigError(f"The norm of a divided model has an order above 0 (norm_type), got {order!r}.")
     group = axes.group(*over)
-    exact = [_values(tensor) for tensor in tensors]
+    held = [_values(tensor) for tensor in tensors]
+    exact = [values if values.numel() else values.new_zeros(1) for values in held]
     each = [value.to(device) for value in torch._foreach_norm(exact, order)] if exact else []
     # In float64, so that a square overflows only where the norm itself is beyond float32.
     powers = torch.stack(each).double() if each else torch.zeros(1, dtype=torch.float64, device=device)

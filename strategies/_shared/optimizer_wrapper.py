@@ -114,6 +114,10 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the optimizer inside."""
         self.optimizer.add_param_group(param_group)
+        self.note_groups()
+
+    def note_groups(self) -> None:
+        """Called when the parameter groups have changed, also those of the user's optimizer past this one."""
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Returns every parameter of every group, in order."""
@@ -146,6 +150,13 @@ def wrapper_in(optimizer: Optimizer, kind: type[_Wrapper]) -> _Wrapper | None:
             return optimizer
         optimizer = optimizer.optimizer
     return None
+
+
+def note_groups(optimizer: Optimizer) -> None:
+    """Tells every wrapper around the user's optimizer that its parameter groups have changed."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer.note_groups()
+        optimizer = optimizer.optimizer
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

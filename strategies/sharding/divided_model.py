@@ -183,8 +183,10 @@ class GatheredHooks:
             if gathered is None or gathered is part:
                 continue
             mark_gathered(gathered, part)
-            if gathered.requires_grad is not part.requires_grad:
-                gathered.requires_grad_(part.requires_grad)  # frozen or unfrozen since it was gathered first
+            # It may have been frozen or unfrozen since it was gathered first. torch reduces no empty gradient.
+            trains = part.requires_grad and part.numel() > 0
+            if gathered.requires_grad is not trains:
+                gathered.requires_grad_(trains)
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
                 gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
@@ -338,6 +340,10 @@ class ShardedOptimizer(OptimizerWrapper):
         parameters = param_group["params"]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         super().add_param_group({**param_group, "params": [self._replaced.get(p, p) for p in parameters]})
+
+    def note_groups(self) -> None:
+        """Follows parameters from before the model was divided, in groups that were added to the optimizer inside."""
+        self.repoint({})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_divided": (), "_replaced": {}}

@@ -72,11 +72,13 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def owner(self, parameter: Tensor) -> int:
         """Returns the rank, in the group that shares its state, of the worker that updates ``parameter``."""
+        if parameter not in self._owners:  # put into a group of the optimizer inside since the last step
+            self.note_groups()
         return self._owners[parameter]
 
     def owns(self, parameter: Tensor) -> bool:
         """Returns whether this worker updates ``parameter``."""
-        return self._owners[parameter] == (self._expert_rank if is_expert(parameter) else self._rank)
+        return self.owner(parameter) == (self._expert_rank if is_expert(parameter) else self._rank)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates this worker's parameters and exchanges all of them; returns the closure's loss."""
@@ -130,9 +132,8 @@ class PartitionedOptimizer(OptimizerWrapper):
                 if owner != rank:
                     copy_back(flat, chunk)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, whose parameters get owners too."""
-        super().add_param_group(param_group)
+    def note_groups(self) -> None:
+        """Gives the parameters of new groups owners."""
         check_apart((f"parameter {place} of the optimizer", p) for place, p in enumerate(self.parameters()))
         self._assign([p for p in self.parameters() if p not in self._owners])
 
