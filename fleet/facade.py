@@ -769,7 +769,9 @@ class Fleet:
         """
         import torch.distributed as dist
 
-        had_group = dist.is_available() and dist.is_initialized()
+        from fleet.job.process_group import is_in_group
+
+        had_group = is_in_group()
         if self._session is not None:
             had_group = had_group or self._session.job.has_group
             if self._session.server_job is not None:

@@ -143,7 +143,7 @@ class CommunicateGroup:
     ``id`` is a number that is equal on all its workers.
 
     For code that needs torch's own object (``DistributedDataParallel``), pass ``process_group``, which is ``None`` in a
-    single process.
+    single process after ``fleet.init()`` without ``is_collective=True``.
     """
 
     def __init__(self, ranks: Sequence[int], global_rank: int, process_group: dist.ProcessGroup | None) -> None:
@@ -380,7 +380,7 @@ class HybridCommunicateGroup:
         return self._communicate_group(self._along(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Returns this worker's process group along ``axis``; ``None`` in a single process.
+        """Returns this worker's process group along ``axis``; ``None`` in a single process that is not collective.
 
         One worker may call it alone: every group of several workers was created when the job started.
         """
@@ -422,7 +422,10 @@ class HybridCommunicateGroup:
 
     def _process_group(self, num_workers: int) -> dist.ProcessGroup | None:
         """Returns the group of all workers, or of this one alone."""
-        everyone = self._session.job.process_group
+        job = self._session.job
+        everyone = job.process_group
+        if everyone is None and job.world_size == 1:
+            return dist.group.WORLD  # of one process, in a collective job
         if everyone is None or num_workers == self.nranks:
             return everyone
         if self._alone is None:

@@ -96,8 +96,11 @@ def _nothing_is_left_behind() -> Iterator[None]:
     if _group_is_up() and not grouped:
         import torch
 
-        torch.distributed.destroy_process_group()
-        left.append("an initialised process group")
+        from fleet.job.process_group import is_in_group
+
+        if is_in_group():
+            left.append("an initialised process group")
+        torch.distributed.destroy_process_group()  # that of one process, too, of which a next test may start another
     changed = sorted(
         name for name in {*variables, *os.environ} - _ALLOWED if variables.get(name) != os.environ.get(name)
     )

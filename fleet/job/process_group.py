@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from fleet._addresses import means_itself
 from fleet.env import Environment, export
@@ -82,6 +83,27 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
     if group is None:
         raise AssertionError("init_process_group left no default group")
     return group
+
+
+def start_group_of_one() -> None:
+    """Gives torch.distributed a group of this process alone, as scripts expect that call it; Fleet's job has none.
+
+    It waits for nothing, and takes a few milliseconds. One that runs already stays.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def is_in_group() -> bool:
+    """Returns whether a process group runs that :func:`start_group_of_one` did not start."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    store = _get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return not isinstance(store, dist.HashStore)
 
 
 def _check_backend(meeting: Meeting) -> None:

@@ -24,7 +24,7 @@ from fleet.elastic._health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.job import Job
-from fleet.job.process_group import Meeting, start_process_group
+from fleet.job.process_group import Meeting, is_in_group, start_group_of_one, start_process_group
 from fleet.job.session import Session
 from fleet.job.whereabouts import user_line
 from fleet.options import DistributedStrategy
@@ -59,11 +59,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         if not (alone and "belongs to the parameter server" in note):
             LOGGER.warning(note)
     say = LOGGER.info
-    group, meet_workers = None, None
-    if record.server_endpoints:
-        meet_workers = late_meeting(record, environment)
-    elif record.world_size > 1 or dist.is_initialized():
-        group = start_process_group(meeting_of(record, environment, device), say)
+    group = None if record.server_endpoints else _start_group(record, environment, device, collective)
     if record.global_rank == 0:
         LOGGER.info("fleet: %d worker(s), %s, started by %s; plan: %s", record.world_size, device, record.source, made)
     job = Job(
@@ -73,7 +69,7 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
         options=options,
         say=say,
         process_group=group,
-        meet_workers=meet_workers,
+        meet_workers=late_meeting(record, environment) if record.server_endpoints else None,
     )
     session = new_session(job, role_maker, made)
     if record.server_endpoints or alone:
@@ -84,6 +80,17 @@ def start_session(role_maker: RoleMakerBase | None, collective: bool, options: D
     if record.with_gloo and record.kind is Role.WORKER:
         job.host_group  # noqa: B018  # the rendezvous happens now, as the environment asks
     return session
+
+
+def _start_group(
+    record: RoleRecord, environment: Environment, device: torch.device, collective: bool
+) -> dist.ProcessGroup | None:
+    """Returns the process group of all workers; ``None`` in a single process, where Fleet exchanges nothing."""
+    if record.world_size > 1 or is_in_group():
+        return start_process_group(meeting_of(record, environment, device), LOGGER.info)
+    if collective:
+        start_group_of_one()
+    return None
 
 
 def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:

@@ -184,8 +184,6 @@ def _install(
     RuleWrapper.step = _rule_step(recording, RuleWrapper.step)  # type: ignore[method-assign]
     _watch_optimizers(recording)
     _watch_collectives(recording.record)
-    if alone:
-        _form_group_of_one()
     _choose_options(plan, alone)
     if alone:
         functional.batch_norm = _in_parts(functional.batch_norm, plan, recording)
@@ -264,23 +262,6 @@ def _watch_collectives(record: RecordFile) -> None:
             inside[0] -= 1
 
     RollCall.meet = met  # type: ignore[method-assign]
-
-
-def _form_group_of_one() -> None:
-    """Has torch.distributed start a group of one process when the script uses it, which N workers got from Fleet."""
-
-    def grouped(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not dist.is_initialized() and not is_library(sys._getframe(1).f_code.co_filename):
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            return original(*args, **kwargs)
-
-        return run
-
-    for name in (*_COLLECTIVES, "get_rank", "get_world_size", "new_group"):
-        if hasattr(dist, name):
-            setattr(dist, name, grouped(getattr(dist, name)))
 
 
 def _choose_options(plan: dict[str, Any], alone: bool) -> None:

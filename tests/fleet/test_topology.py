@@ -163,14 +163,14 @@ def test_wrong_calls(call: Any, text: str) -> None:
 
 
 def test_one_process() -> None:
-    """B.10: without other workers every degree is 1, every rank 0 and no group is needed."""
+    """B.10: without other workers every degree is 1, every rank 0, and groups are that of one process."""
     fleet.init(is_collective=True)
     group = fleet.get_hybrid_communicate_group()
     for axis in NAMES:
         assert getattr(group, f"get_{axis}_parallel_world_size")() == 1
         assert getattr(group, f"get_{axis}_parallel_rank")() == 0
         own = getattr(group, f"get_{axis}_parallel_group")()
-        assert (own.nranks, own.ranks, own.rank, own.process_group) == (1, [0], 0, None)
+        assert (own.nranks, own.ranks, own.rank, own.process_group) == (1, [0], 0, dist.group.WORLD)
         assert getattr(group, f"get_{axis}_parallel_group_src_rank")() == 0
     assert group.get_parallel_mode() is None
     assert group.get_moe_sharding_parallel_world_size() == 0
@@ -243,8 +243,17 @@ def test_every_getter_of_an_axis_is_declared_for_type_checkers() -> None:
 
 
 def test_an_operation_on_a_group_of_one_process_says_that_there_is_no_process_group() -> None:
-    fleet.init(is_collective=True)
+    fleet.init()
     group: Any = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
     with pytest.raises(AttributeError, match=r"single process.*nranks > 1"):
         dist.all_reduce(torch.ones(1), group=group)
     assert not hasattr(group, "allreduce")
+
+
+def test_an_operation_on_a_group_of_one_process_of_a_collective_job() -> None:
+    """Issue 36: it ended with an AttributeError, and a script that ran on several workers failed on one."""
+    fleet.init(is_collective=True)
+    group: Any = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
+    number = torch.ones(1)
+    dist.all_reduce(number, group=group)
+    assert number.item() == group.nranks == 1

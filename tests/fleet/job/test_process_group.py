@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fleet import fleet
 from fleet.errors import ConfigError, RendezvousError
-from fleet.job.process_group import Meeting, check_cards, start_process_group
+from fleet.job.process_group import Meeting, check_cards, is_in_group, start_process_group
+from fleet.job.running import running_session
+from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from tests.helpers.workers import free_ports, run_workers
 
 
@@ -135,3 +139,28 @@ def test_port_in_use_is_a_clear_error() -> None:
         busy.listen()
         with pytest.raises(RendezvousError, match=r"cannot listen on 127.0.0.1:\d+: Address already in use"):
             start_process_group(meeting(0, 2, busy.getsockname()[1]), print)
+
+
+def use_collectives() -> list[float]:
+    """Returns what a script of one process gets from collectives that nobody started a group for."""
+    fleet.init(is_collective=True, log_level="ERROR")
+    ones = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of torch.distributed.nn
+        total = torch.cat(torch.distributed.nn.functional.all_gather(ones)).sum()
+    total.backward()
+    torch.distributed.all_reduce(total)
+    assert ones.grad is not None
+    return [total.item(), *ones.grad.tolist(), torch.distributed.get_rank(), torch.distributed.get_world_size()]
+
+
+def test_one_process_gets_a_group_of_its_own() -> None:
+    """Issue 36: a moved script failed on one worker. The job itself exchanges with nobody, also after another init."""
+    for _ in range(2):
+        assert use_collectives() == [2.0, 1.0, 1.0, 0, 1]
+        session = running_session()
+        assert session is not None
+        assert session.job.process_group is session.job.roll_call is None
+        model = fleet.distributed_model(torch.nn.Linear(2, 2))
+        assert data_parallel_in(model._chain) is None
+    assert not is_in_group()
