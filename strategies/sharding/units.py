@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -27,13 +28,14 @@ def plan_units(model: nn.Module, limit_bytes: float) -> list[str]:
     Units are the largest modules that hold at most ``limit_bytes`` of parameters. A larger module is divided into its
     children; a child below a sixteenth of the limit stays in the unit around it while that unit keeps to the limit.
     Modules without a ``forward`` of their own, and modules that share a parameter with the rest of the model, are
-    never units, and neither are parts of a module that reads them without calling them.
+    never units, and neither are parts of a module that reads them without calling them. A module that a
+    unit shares with the rest of the model is a unit.
     """
-    return [name for name in _units_below("", model, limit_bytes, _outside_uses(model)) if name]
+    return _with_shared(model, [name for name in _units_below("", model, limit_bytes, _outside_uses(model)) if name])
 
 
 def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
-    """Returns ``anchors`` in the order in which they can be divided: inner modules first.
+    """Returns ``anchors``, and modules that they share, in the order in which they can be divided: inner ones first.
 
     Raises ConfigError for a name that is no module, a module without ``forward``, or one that shares a parameter with
     a module outside it.
@@ -54,7 +56,7 @@ def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
                 f"{label}, which shares the parameter {shared!r} with a module outside it. Name a module that holds "
                 "both, or none of them."
             )
-    return sorted(set(anchors), key=lambda name: (-name.count("."), list(modules).index(name)))
+    return _with_shared(model, sorted(set(anchors), key=lambda name: (-name.count("."), list(modules).index(name))))
 
 
 def check_any_stage(optimizer: Optimizer) -> None:
@@ -165,6 +167,24 @@ def _units_below(name: str, module: nn.Module, limit_bytes: float, outside: dict
             found += _units_below(full, child, limit_bytes, outside)
             kept -= bytes_of(child.parameters())
     return [*found, name] if free and kept else found
+
+
+def _with_shared(model: nn.Module, units: Sequence[str]) -> list[str]:
+    """Returns ``units``, each module once, behind the modules in them that the rest of ``model`` uses too."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = Counter(map(id, modules.values()))
+    found: dict[int, str] = {}
+    for unit in units:
+        inside = dict(modules[unit].named_modules(remove_duplicate=False))
+        times, shared = Counter(map(id, inside.values())), ""
+        for name, module in inside.items():
+            is_elsewhere = places[id(module)] != places[id(modules[unit])] * times[id(module)]
+            is_in_shared = bool(shared) and name.startswith(f"{shared}.")
+            if is_elsewhere and not is_in_shared and _runs(module) and bytes_of(module.parameters()):
+                shared = name
+                found.setdefault(id(module), f"{unit}.{name}")
+        found.setdefault(id(modules[unit]), unit)
+    return list(found.values())
 
 
 def _runs(module: nn.Module) -> bool:

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import fleet
 from fleet.errors import ConfigError
 from fleet.strategies.sharding.units import bytes_of, check_divisible, find_anchors, plan_units
+from tests.helpers.checked_training import batch
+from tests.helpers.workers import run_workers
 
 KIB = 1024
 
@@ -96,3 +99,62 @@ def test_what_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match="'weight' has no shape yet"):
         check_divisible(nn.LazyLinear(3))
     check_divisible(Model())
+
+
+class Twice(nn.Module):
+    """Two branches that share a module, or one parameter."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.a, self.b = (nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2))
+        if tied:
+            self.b[0].weight = self.a[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x).sin()  # type: ignore[no-any-return]
+
+
+def test_a_module_under_two_units_is_a_unit() -> None:
+    """Issue 36: both units held its parameters, and torch ended with a text of its own."""
+    assert find_anchors(Twice(), ["a", "b"]) == ["a.1", "a", "b"]
+    assert find_anchors(Twice(), ["b", "a.1"]) == ["a.1", "b"]
+    assert plan_units(Twice(), 100) == ["a.0", "a.1", "b.0"]
+    assert plan_units(Twice(), 200) == ["a.1", "a", "b"]
+    with pytest.raises(ConfigError, match=r"'0\.weight' with a module outside"):
+        find_anchors(Twice(tied=True), ["a"])
+
+
+def train_twice(rank: int, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for stage in (2, 3):
+        for configs in (
+            {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ["a", "b"]},
+            {"segment_broadcast_MB": 1e-5},
+        ):
+            strategy = fleet.DistributedStrategy()
+            strategy.sharding = True
+            strategy.sharding_configs = {"stage": stage, **configs}
+            fleet.init(is_collective=True, strategy=strategy)
+            net = Twice()
+            optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+            model = fleet.distributed_model(net)
+            for step in range(3):
+                model(batch(step, rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[f"stage {stage}, {configs}"] = model.full_state_dict()
+    return found
+
+
+def test_a_module_under_two_parents_trains_as_in_one_process() -> None:
+    net = Twice()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(3):
+        net(torch.cat([batch(step, rank) for rank in range(2)])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_workers(train_twice, 2, backend=None):
+        for name, weights in found.items():
+            torch.testing.assert_close(weights, dict(net.state_dict()), msg=name)
