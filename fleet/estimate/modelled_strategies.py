@@ -176,7 +176,12 @@ def _sharded(
         units = find_anchors(model, config.segment_anchors)
     else:
         units = plan_units(model, buffer_MiB * _MIB)
-    return Divided(tracker, model, units, degree, reshard=stage_of(options) == 3, on_host=on_host)
+    find_unused = options["find_unused_parameters"]
+    if find_unused:
+        not_modelled.append(
+            "find_unused_parameters: each worker has the gradients of the whole model until backward ends."
+        )
+    return Divided(tracker, model, units, degree, reshard=stage_of(options) == 3 and not find_unused, on_host=on_host)
 
 
 def _check_sharding(options: Any, model: nn.Module, optimizer: Optimizer) -> None:

@@ -13,6 +13,12 @@ with the whole gradient of this worker, before the exchange, as in data parallel
 
 Between forward and backward ``named_parameters()`` of the divided module gives gathered parameters, whose ``.grad`` is
 not the one that the optimizer uses. They carry a mark, by which the model that users hold always gives the parts.
+
+[Note: Unused parameters]
+With ``find_unused_parameters`` each worker may run other units, of which none knows in advance. So all units are
+gathered before the first one runs, and stay until backward has ended. Then the workers say which parameters have a
+gradient, in one small exchange, and reduce all units in one order. A parameter with a gradient on another worker alone
+counts with zeros; one without any keeps ``None``, so that no rule moves it, as in one process.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -33,10 +40,11 @@ from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
-from fleet.strategies._gradients.passes import outside_graphs
+from fleet.strategies._gradients.passes import outside_graphs, passes_of
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
 from fleet.strategies._shared.through_host import gather_through_host
+from fleet.strategies.sharding.unit_order import AgreedGather, AgreedReduce, UnitOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +58,8 @@ class Division:
         divisor: what the sum of the gradients over all workers is divided by; ``None`` is their number.
         sum_first: sum and divide afterwards, where the backend could average in the reduction.
         offload: keep parts, gradients and optimizer state in host memory.
-        find_unused: a parameter without a gradient counts as one with gradient 0, as workers may differ in which.
+        find_unused: workers may use other parameters; see [Note: Unused parameters].
+        order: the order of units, without ``find_unused``.
     """
 
     mesh: DeviceMesh
@@ -60,8 +69,10 @@ class Division:
     sum_first: bool = False
     offload: bool = False
     find_unused: bool = False
+    order: UnitOrder | None = None
 
 
+_SHOWN = 6  # names in a message
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
@@ -87,15 +98,21 @@ class DividedModule(nn.Module):
         held: True inside ``no_sync()``, and while ``require_backward_grad_sync`` is False.
     """
 
-    def __init__(self, module: nn.Module, process_group: Any) -> None:
+    def __init__(self, module: nn.Module, division: Division) -> None:
         super().__init__()
         self.module = module
         self.exchanges, self.held = True, False
-        self._process_group = process_group
+        self._process_group = division.process_group
+        self._find_unused = division.find_unused
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        self._gathered = [GatheredHooks(root) for root in self._roots]
-        for root, hooks in zip(self._roots, self._gathered, strict=True):
-            root.register_forward_pre_hook(hooks)
+        named = {unit: name for name, unit in module.named_modules()}
+        self._units = [GatheredUnit(root, named[root]) for root in self._roots]
+        for root, unit in zip(self._roots, self._units, strict=True):
+            root.register_forward_pre_hook(unit)
+            if division.order is not None:
+                unit.follow(division.order)
+        if division.find_unused:
+            self._reduce_late()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -135,7 +152,8 @@ class DividedModule(nn.Module):
         """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
         if exchanges != self.exchanges:
             self.exchanges = exchanges
-            cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
+            if not self._find_unused:
+                cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,8 +170,44 @@ class DividedModule(nn.Module):
     def drop_local(self, parameters: Iterable[Tensor]) -> None:
         """Drops the gradients of ``parameters`` that no backward pass has exchanged yet."""
         dropped = set(parameters)
-        for hooks in self._gathered:
-            hooks.drop_local(dropped)
+        for unit in self._units:
+            unit.drop_local(dropped)
+
+    def _reduce_late(self) -> None:
+        """Gathers all units before one runs, and reduces them after backward; see [Note: Unused parameters]."""
+        root, passes = cast(FSDPModule, self.module), passes_of(self)
+        self.module.register_forward_pre_hook(lambda *_: self._gather())
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+        for one, unit in zip(self._roots, self._units, strict=True):
+            one.set_modules_to_backward_prefetch([one])  # nothing: it is gathered already
+            unit.begins = passes.begin
+        passes.starts.append(self._gather)
+        # FSDP2 ends the pass in a callback of its own, which may be queued later than that of the passes.
+        passes.ends.append(lambda: torch.autograd.Variable._execution_engine.queue_callback(self._reduce))
+
+    @outside_graphs
+    def _gather(self) -> None:
+        for root, unit in zip(self._roots, self._units, strict=True):
+            root.unshard()
+            unit(root, ())
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Reduces the gradients of parameters that one worker has used, and gives up what was gathered."""
+        gathered = [p for unit in self._units for p in unit.gathered() if p.requires_grad]
+        if self.exchanges and gathered:
+            flags = torch.tensor([p.grad is not None for p in gathered], dtype=torch.uint8)
+            used = flags.to(gathered[0].device)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._process_group)
+            for p, is_used in zip(gathered, used.tolist(), strict=True):
+                if is_used and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            root = cast(FSDPModule, self.module)
+            root.set_requires_gradient_sync(True)
+            root._get_fsdp_state()._root_post_backward_final_callback()  # reduces what backward has left
+            root.set_requires_gradient_sync(False)
+        self.reshard()
 
     @outside_graphs
     def _share_buffers(self) -> None:
@@ -162,10 +216,19 @@ class DividedModule(nn.Module):
             broadcast_from_rank_0(buffers, self._process_group)
 
 
-class GatheredHooks:
-    """Makes gathered parameters of a unit call the hooks of their parts; see [Note: Hooks of parameters]."""
+class GatheredUnit:
+    """Makes gathered parameters of a unit call the hooks of their parts; see [Note: Hooks of parameters].
 
-    def __init__(self, unit: nn.Module) -> None:
+    Attributes:
+        begins: called when a gradient arrives.
+        arrived: the places of the parameters whose gradients wait to be reduced, one bit for each.
+    """
+
+    def __init__(self, unit: nn.Module, name: str) -> None:
+        self.begins: Callable[[], None] = lambda: None
+        self.arrived = 0
+        self._unit = unit
+        self._name = name
         # The unit's own parameters: those of inner units are DTensors of their own at this time, and gathered later.
         self._parts = [
             (module, name, part)
@@ -178,7 +241,7 @@ class GatheredHooks:
     @outside_graphs
     def __call__(self, unit: nn.Module, inputs: Any) -> None:
         """Looks at the parameters that are gathered now; torch keeps the same tensors from step to step."""
-        for module, name, part in self._parts:
+        for place, (module, name, part) in enumerate(self._parts):
             gathered = module._parameters[name]
             if gathered is None or gathered is part:
                 continue
@@ -189,13 +252,52 @@ class GatheredHooks:
                 gathered.requires_grad_(trains)
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
-                gathered.register_hook(lambda gradient, part=part: _run_hooks(part, gradient))
+                gathered.register_hook(lambda gradient, part=part, bit=1 << place: self._arrive(part, bit, gradient))
+
+    def gathered(self) -> list[Any]:
+        """Returns the parameters that the modules have now."""
+        return [module._parameters[name] for module, name, _ in self._parts]
+
+    def follow(self, order: UnitOrder) -> None:
+        """Makes the unit be gathered and reduced in an order that all workers have agreed on."""
+
+        number = order.add()
+
+        def gather() -> None:
+            unit = f"the unit {self._name!r}" if self._name else "the model"
+            order.check((number,), lambda: f"gathering the parameters of {unit}")
+
+        def reduce() -> None:
+            arrived = self.arrived
+            self.arrived = 0
+            order.check((number, arrived), lambda: f"exchanging the gradients of {self._named(arrived)}")
+
+        root = cast(FSDPModule, self._unit)
+        root.set_custom_all_gather(AgreedGather(gather))
+        root.set_custom_reduce_scatter(AgreedReduce(reduce))
+
+    def _named(self, arrived: int) -> str:
+        paths = {module: path for path, module in self._unit.named_modules(prefix=self._name)}
+        used = [part for place, part in enumerate(self._parts) if arrived >> place & 1]
+        names = [f"{paths[module]}.{name}".lstrip(".") for module, name, _ in used]
+        rest = f" and {len(names) - _SHOWN} more ({arrived:x})" if len(names) > _SHOWN else ""
+        return ", ".join(names[:_SHOWN]) + rest
+
+    def _arrive(self, part: Tensor, bit: int, gradient: Tensor) -> Tensor:
+        self.arrived |= bit
+        self.begins()
+        for hook in list((part._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def drop_local(self, parts: Set[Tensor]) -> None:
         """Drops the whole gradients that wait at what ``parts`` were gathered into; FSDP2 adds them up there."""
         for gathered in self._hooked.values():
             if part_of(cast(nn.Parameter, gathered)) in parts:
                 gathered.grad = None
+        for place, (_, _, part) in enumerate(self._parts):
+            self.arrived &= ~((part in parts) << place)
 
 
 def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -204,13 +306,6 @@ def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
     for child in unit.children():
         if not isinstance(child, FSDPModule):
             yield from own_modules(child)
-
-
-def _run_hooks(part: Tensor, gradient: Tensor) -> Tensor:
-    for hook in list((part._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
 
 
 def _read_from_outside(error: RuntimeError) -> ConfigError:
@@ -222,15 +317,6 @@ def _read_from_outside(error: RuntimeError) -> ConfigError:
         "units in sharding_configs['segment_anchors'] (with sharding_segment_strategy 'segment_anchors') and leave "
         "that module out; or set sharding_configs['stage'] to 1."
     )
-
-
-def check_find_unused() -> None:
-    """Raises ConfigError when this torch cannot divide models in which workers use different parameters."""
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"find_unused_parameters with sharding stages 2 and 3 needs a newer torch than {torch.__version__}. Turn "
-            "it off, or set sharding_configs['stage'] to 1."
-        )
 
 
 def divide_model(
@@ -259,7 +345,7 @@ def divide_model(
         fully_shard(
             target,
             mesh=division.mesh,
-            reshard_after_forward=division.reshard_after_forward,
+            reshard_after_forward=division.reshard_after_forward and not division.find_unused,
             offload_policy=policy,
         )
     for part in (m for m in module.modules() if isinstance(m, FSDPModule)):
@@ -267,8 +353,6 @@ def divide_model(
         kind.__name__, kind.__qualname__ = kind.__mro__[2].__name__, kind.__mro__[2].__qualname__
         if division.divisor is not None:
             part.set_gradient_divide_factor(division.divisor)
-        if division.find_unused:
-            part.set_reduce_scatter_unused_params(True, recurse=False)
         # A divisor of one's own works on every backend only after a sum.
         part.set_force_sum_reduction_for_comms(division.sum_first or division.divisor is not None)
     new = dict(module.named_parameters(remove_duplicate=False))
@@ -279,7 +363,7 @@ def divide_model(
             # The dictionary itself: handle.remove() of the user's goes on working.
             setattr(new_parameter, hooks, getattr(parameter, hooks))
             setattr(parameter, hooks, None)
-    return DividedModule(module, division.process_group), replaced
+    return DividedModule(module, division), replaced
 
 
 class ShardedOptimizer(OptimizerWrapper):

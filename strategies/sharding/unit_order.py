@@ -1,0 +1,96 @@
+"""The order in which workers gather and reduce the units of divided models: they agree before two can be mixed up.
+
+[Note: The order of units]
+FSDP2 gathers and reduces a unit when this worker comes to it, and no collective says which unit it is about. Workers of
+which each takes another branch would join parts of two parameters, or add up the gradients of two.
+
+Each worker predicts the next exchange: the one that came last after the same eight, or as many of these as have come
+before. Workers that have exchanged the same so far predict the same, so no message is needed for an exchange that is
+as predicted, as in every step of a loop that repeats itself. A worker that comes to another one (all do in their first
+step, and again when all take another branch) first meets the others in the roll call, which goes on where all come to
+the same. One that does as predicted does not come to the meeting: the others learn there that it waits elsewhere, and
+nothing has been mixed up.
+
+An exchange of gradients is known by its unit and the parameters that have one. With ``find_unused_parameters`` these
+differ between workers and none of this is needed: all units are gathered before the first runs, and reduced after the
+last; see :class:`~fleet.strategies.sharding.divided_model.DividedModule`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from fleet.errors import ConfigError, RendezvousError
+
+_KNOWN = 8  # exchanges by which the next one is predicted
+_MOST = 1 << 14  # predictions that are kept
+_ADVICE = (
+    "In sharding stages 2 and 3 every worker must use the same parameters in a batch. Where they do not, set "
+    "strategy.find_unused_parameters = True, with which each may take another branch of the model, or let every "
+    "parameter take part on every worker."
+)
+
+
+class UnitOrder:
+    """Predicts the exchanges of all divided models of a job; see [Note: The order of units].
+
+    Args:
+        meet: returns when all workers have made the call that it is given, and raises where one makes another.
+    """
+
+    def __init__(self, meet: Callable[[str], None]) -> None:
+        self._meet = meet
+        self._units = 0
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=_KNOWN)
+        self._next: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+
+    def add(self) -> int:
+        """Returns the number of a further unit."""
+        self._units += 1
+        return self._units
+
+    def check(self, exchange: tuple[int, ...], described: Callable[[], str]) -> None:
+        """Returns when it is certain that all workers come to ``exchange``; raises where one comes to another."""
+        recent, known = tuple(self._recent), self._next
+        if known.get(recent) != exchange:
+            ends = [recent[place:] for place in range(len(recent) + 1)]
+            if next((known[end] for end in ends[:-1] if end in known), None) != exchange:
+                try:
+                    self._meet(described())
+                except (ConfigError, RendezvousError) as error:
+                    raise type(error)(f"{error}\n{_ADVICE}") from error
+            if len(known) > _MOST:
+                known.clear()
+            known.update(dict.fromkeys(ends, exchange))
+        self._recent.append(exchange)
+
+    def __deepcopy__(self, memo: Any) -> UnitOrder:
+        return self
+
+
+class AgreedGather(DefaultAllGather):
+    """Calls ``agree`` before a unit is gathered."""
+
+    def __init__(self, agree: Callable[[], None]) -> None:
+        self._agree = agree
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers the parts of the unit."""
+        self._agree()
+        return super().__call__(*args, **kwargs)
+
+
+class AgreedReduce(DefaultReduceScatter):
+    """Calls ``agree`` before the gradients of a unit are reduced."""
+
+    def __init__(self, agree: Callable[[], None]) -> None:
+        self._agree = agree
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduces the gradients to their parts."""
+        self._agree()
+        return super().__call__(*args, **kwargs)
