@@ -236,7 +236,7 @@ def _remake_reducer(wrapped: DistributedDataParallel, came: bool) -> None:
     if exchange is not None and exchange.registered:
         exchange.register()
     if passes is not None:
-        passes.parameters = dict.fromkeys(wrapped.parameters())
+        passes.follow(wrapped.parameters())
 
 
 def plan_bucket_caps_MiB(sizes_bytes: Sequence[int], bucket_MiB: float, last_MiB: float) -> list[float]:

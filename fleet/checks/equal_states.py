@@ -20,7 +20,6 @@ from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same
 from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched
 from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES, MODEL_AXES
-from fleet.job.broken_exchange import listed, unused_text
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import named
 from fleet.job.wrapped_model import WrappedModel
@@ -118,11 +117,6 @@ class EqualStates(Listener):
             is_wrong = None in found or self._differ(self._watched.said or found)
         if is_wrong and 0 < len(loaded) < len(found):
             raise self._only_some("the optimizer's state", loaded, found) from self._watched.absence
-        trained = [pair for model in watch.models for pair in model.named.items() if pair[1].requires_grad]
-        silent = [name for name, p in trained if p.grad is None]
-        if is_wrong and is_first and silent and not self._job.options["find_unused_parameters"]:
-            # A step with a closure: its backward has left out a bucket, and the next forward would say so.
-            raise ConfigError(unused_text(self._job.who, listed(silent)))
         if is_wrong:
             name = self._first_different(f"a step of optimizer {number}, which compares the workers' values", sums)
             advice = (

@@ -75,24 +75,21 @@ class ExchangedGradients(Listener):
         now = {model: model.model._passes.exchanged for model in watch.models}
         counts = tuple(now[model] - watch.exchanged.get(model, 0) for model in now)
         watch.exchanged = now
-        if counts in watch.agreed:
+        local = self._local(watch)
+        if (seen := (*counts, *local)) in watch.agreed:
             return
-        watch.agreed.add(counts)
+        watch.agreed.add(seen)
         apart: dict[str, Tensor] = {}
         for model, count in zip(now, counts, strict=True):
+            if model.is_divided or len(self._watched.peers) == 1:
+                continue  # nobody's gradients are to be like these
             gradients = {name: p.grad for name, p in model.named.items() if p.grad is not None}
-            if model.is_divided:
-                if not count and not gradients and model.model._passes.begun:
-                    raise ConfigError(
-                        "step() has no gradients: they are still inside the sharded model, because all backward passes "
-                        "since the last step ran under no_sync(). Run the last one outside it."
-                    )
-            elif not count and len(self._watched.peers) > 1:  # else nobody's gradients are to be like these
-                apart |= {n: g for n, g in gradients.items() if not (g.is_sparse or is_expert(model.named[n]))}
+            kept = {n: g for n, g in gradients.items() if not count or n in local}
+            apart |= {n: g for n, g in kept.items() if not (g.is_sparse or is_expert(model.named[n]))}
         number = list(self._watched.optimizers.values()).index(watch)
-        said = {"counts": list(counts), "sums": checksums(apart)}
+        said = {"counts": list(seen), "sums": checksums(apart)}
         found = self._watched.gather(f"a step of optimizer {number}", said, perhaps_alone=True)
-        others = [rank for rank, row in enumerate(found) if row is None or row["counts"] != list(counts)]
+        others = [rank for rank, row in enumerate(found) if row is None or row["counts"] != list(seen)]
         if others:
             raise ConfigError(
                 f"Worker {self._job.global_rank} called step() after {'/'.join(map(str, counts))} backward passes "
@@ -102,9 +99,32 @@ class ExchangedGradients(Listener):
         if name := first_difference([row["sums"] for row in found]):
             raise ConfigError(
                 f"step() got a gradient of {name!r} that differs between the workers: no backward pass of the "
-                "wrapped model has exchanged it since the last step. Gradients that torch.autograd.grad returns and "
-                "those of backward() under no_sync() stay local. Call loss.backward() outside no_sync()."
+                "wrapped model has exchanged what was added to it last. Gradients that torch.autograd.grad returns, "
+                "those of backward() under no_sync() and those that come through the plain module stay local. Call "
+                "loss.backward() outside no_sync() in the last backward pass before step()."
             )
+
+    def _local(self, watch: OptimizerWatch) -> list[str]:
+        """Returns the parameters whose gradients hold something that came after the last exchange.
+
+        Raises ConfigError where it is inside a sharded model, and no step could use it.
+        """
+        if any(model.is_divided and model.model._passes.stays_local for model in watch.models):
+            raise ConfigError(
+                "step() came after a backward pass whose gradients are still inside the sharded model, because it ran "
+                "under no_sync(), or with require_backward_grad_sync = False. Run the last one before step() outside it."
+            )
+        arrivals = [a for model in self._watched.models.values() if (a := model.model._passes.arrivals) is not None]
+        if not any(one.local for one in arrivals):
+            return []
+        held = {id(p) for p in watch.optimizer.parameters()}
+        local = {p for one in arrivals for p in one.local}
+        return [
+            name
+            for model in watch.models
+            for name, p in model.named.items()
+            if id(p) in held and p.grad is not None and p in local and not any(one.has_exchanged(p) for one in arrivals)
+        ]
 
     def _check_strangers(self, watch: OptimizerWatch) -> None:
         if self._watched.trains_locally:

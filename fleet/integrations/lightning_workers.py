@@ -180,16 +180,16 @@ class FleetWorkers:
             options.sync_batch_norm = True
         if session is None or session.job.closed:
             fleet.init(is_collective=True, strategy=options)
-        elif self._options is not None and self._options != session.options:
-            raise ConfigError(
-                f"{self._framework}(strategy=FleetStrategy(strategy)): the options differ from those of the session "
-                "that runs already. A job has one strategy: call fleet.init() with it and write FleetStrategy(), or "
-                "leave fleet.init() out."
-            )
         elif sync_batch_norm and not session.options["sync_batch_norm"]:
             raise ConfigError(
                 f"{self._framework}(sync_batchnorm=True): fleet.init() has started a session without "
                 "strategy.sync_batch_norm. Set it there."
+            )
+        elif self._options is not None and options != session.options:
+            raise ConfigError(
+                f"{self._framework}(strategy=FleetStrategy(strategy)): the options differ from those of the session "
+                "that runs already. A job has one strategy: call fleet.init() with it and write FleetStrategy(), or "
+                "leave fleet.init() out."
             )
         self._check_session()
 

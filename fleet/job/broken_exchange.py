@@ -26,10 +26,7 @@ _DIVIDED = re.compile(
 )
 _WRAPPED = "its data is not allocated yet"  # torch.tensor(list) of parts
 _GIVEN_UP = "out of bounds for storage of size 0"
-_UNUSED = "Expected to have finished reduction in the prior iteration"
-_TWICE = re.compile(r"Expected to mark a variable ready only once.*?Parameter at index (\d+)", re.DOTALL)
 _DEVICES = "Expected all tensors to be on the same device"
-_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 def lost_a_peer(text: str) -> bool:
@@ -44,15 +41,6 @@ def explained(
     text = f"{error}"
     if isinstance(error, FleetError) or not isinstance(error, RuntimeError):
         return None
-    if _UNUSED in text:
-        return ConfigError(_unused(text, models, who))
-    if (twice := _TWICE.search(text)) is not None:
-        names = _names(models, [int(twice[1])])
-        return ConfigError(
-            f"{who} the gradient of {names} was finished twice in one backward. A part of the model that runs more "
-            "than once in a forward cannot be recomputed with use_reentrant=True, and each backward needs its own "
-            "forward of the distributed model."
-        )
     if _DEVICES in text and (card := _card_of(models)) is not None:
         return ConfigError(
             f"{who} the model and what it was given are on different devices. fleet.distributed_model() moves the "
@@ -124,30 +112,6 @@ def _of_parts(text: str) -> str | None:
             "model again for the second pass."
         )
     return None
-
-
-def _unused(text: str, models: Iterable[WrappedModel], who: str) -> str:
-    found = _INDICES.search(text)
-    return unused_text(who, _names(models, [int(index) for index in found[1].split()] if found is not None else []))
-
-
-def unused_text(who: str, names: str) -> str:
-    """Returns what to do about parameters ``names``, whose gradients did not arrive in the previous step."""
-    return (
-        f"{who} {names} took no part in the loss of the previous step, and its gradient was not exchanged. Set "
-        "strategy.find_unused_parameters = True, or let every parameter take part in the loss on every worker, or set "
-        "requires_grad to False on those that do not."
-    )
-
-
-def _names(models: Iterable[WrappedModel], indices: list[int]) -> str:
-    """Returns the parameters' names; torch's indices count only those that it exchanges."""
-    for model in models:
-        exchanged = {id(p) for p in model.exchanged_parameters() if p.requires_grad}
-        names = [name for name, p in model.module.named_parameters() if id(p) in exchanged]
-        if indices and max(indices) < len(names):
-            return listed([names[index] for index in indices])
-    return "a parameter"
 
 
 def listed(names: list[str]) -> str:

@@ -153,6 +153,8 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         """Releases the process group; gradients are no longer exchanged."""
         reducer = data_parallel_in(self._chain)
         if reducer is not None:
+            if self._passes.arrivals is not None:
+                self._passes.arrivals.release()
             for name in ("reducer", "logger", "process_group", "fleet_keywords"):
                 reducer.__dict__.pop(name, None)
 

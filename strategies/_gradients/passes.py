@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from fleet.errors import ConfigError
+from fleet.strategies._gradients.arrivals import Arrivals, accumulator_of
 from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._shared.casts import nested_tensors
 from fleet.strategies._shared.parts import is_part
@@ -59,11 +60,13 @@ class Forward:
 
     Attributes:
         exchanges: whether its backward pass is to exchange gradients, as far as ``no_sync()`` says.
+        begun: whether a backward pass of it has begun.
         differentiated: who ran a backward pass through its output: ``"user"``, ``"minimize"`` or nobody, ``""``.
     """
 
-    def __init__(self, exchanges: bool) -> None:
+    def __init__(self, exchanges: bool, begun: bool = False) -> None:
         self.exchanges = exchanges
+        self.begun = begun
         self.differentiated = ""
 
 
@@ -76,7 +79,9 @@ class Passes:
         ends: called when a pass has ended.
         checks: called before a pass that exchanges; they may raise.
         reducer: the data-parallel module, if there is one.
+        arrivals: the gradients that arrive at its parameters, if there is one.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
+        stays_local: whether a pass has kept its gradients on this worker after the last exchange.
         everyone: returns the parameters of all models that may share a graph with this one.
         hearing: returns what is called for a hook of the job's listeners.
     """
@@ -93,15 +98,21 @@ class Passes:
         self.begun = self.exchanged = 0
         self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
         self.reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
+        self.stays_local = False
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
-        self._latest = Forward(exchanges=True)
+        self._latest = Forward(exchanges=True, begun=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
         self._accumulator: Any = None  # of the parameter that the last pass was recognised by
-        self._searched: list[tuple[Forward, list[Tensor]]] = []  # outputs whose graph is searched for unused parameters
+        self.arrivals: Arrivals | None = None
+        if self.reducer is not None:
+            self.arrivals = Arrivals(self.reducer, lambda: self.running, self._begin_unseen)
 
     def forward(self, chain: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns what ``chain`` returns; backward passes through it are noticed."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return chain(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._latest = Forward(exchanges=self.reducer is not None and self.reducer.require_backward_grad_sync)
             return chain(*args, **kwargs)
         if self.running and torch._C._current_graph_task_id() == -1:
             self.running = False  # a pass that failed has no end
@@ -109,14 +120,21 @@ class Passes:
         made = Forward(exchanges=exchanging is not None and exchanging.require_backward_grad_sync)
         if reducer is None:
             return self._watched(chain(*args, **kwargs), made)
-        if self.gates:
-            reducer.require_backward_grad_sync = False
+        # Workers that have joined wait for a word from forward whether backward will exchange.
+        self._prepared = made.exchanges and reducer._join_config.enable and not self.gates
+        reducer.require_backward_grad_sync = self._prepared
         try:
             output = chain(*args, **kwargs)
         finally:
             reducer.require_backward_grad_sync = made.exchanges
-        self._prepared = made.exchanges and not self.gates
+        reducer.require_forward_param_sync = made.exchanges and not self.gates
         return self._watched(output, made)
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the ``parameters`` that the module has now, of which others than before may train."""
+        self.parameters = dict.fromkeys(parameters)
+        if self.arrivals is not None:
+            self.arrivals.follow()
 
     def fill(self) -> bool:
         """Returns whether the backward pass under way adds to ``.grad`` of one of the parameters."""
@@ -136,6 +154,11 @@ class Passes:
         """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
         return cast(Tensor, self._watched(loss, Forward(exchanges and self._exchanging is not None)))
 
+    def _begin_unseen(self) -> None:
+        """Begins the pass of the latest forward, whose outputs the graph bypasses; others stay on this worker."""
+        if not self._latest.begun and self._exchanging.require_backward_grad_sync:
+            self.begin()
+
     def begin(self, made: Forward | None = None) -> None:
         """Begins a pass that fills gradients, unless one is under way; of the latest forward when none is named.
 
@@ -146,13 +169,16 @@ class Passes:
         if self._exchanging is None and not self.starts and not self.hearing("gradients_arrived"):
             self.begun += 1
             return  # nothing waits for the first gradient of the pass, and nothing for its end
-        made, reducer = made or self._latest, self.reducer
+        unseen, made, reducer = made is None, made or self._latest, self.reducer
+        made.begun = True
+        is_held = unseen and not getattr(self._exchanging, "require_backward_grad_sync", True)
         if reducer is not None and reducer._delay_all_reduce_all_params:
             reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
-        elif made.exchanges and (not self.gates or any(gate() for gate in self.gates)):
-            self._exchange(made)
+        elif made.exchanges and not is_held and (not self.gates or any(gate() for gate in self.gates)):
+            self._exchange()
         else:
             self.tell(exchanges=False)
+            self.stays_local = True
         self.running = True
         self.begun += 1
         self._places = {}
@@ -160,14 +186,15 @@ class Passes:
         for start in self.starts:
             start()
 
-    def _exchange(self, made: Forward) -> None:
+    def _exchange(self) -> None:
         """Makes the pass that begins exchange gradients."""
         for check in self.checks:
             check()
         self.tell(exchanges=True)
-        if self.reducer is not None:
+        if self.reducer is not None and self.arrivals is not None:
+            self.arrivals.begin()
             if not self._prepared:
-                self._prepare(self.reducer, made)
+                self._prepare(self.reducer, self.arrivals)
             self._prepared = True
 
     def tell(self, *, exchanges: bool) -> None:
@@ -176,9 +203,16 @@ class Passes:
             self._exchanging.set_exchanges(exchanges)
 
     def _end(self) -> None:
-        exchanged, self.running, self._prepared = self._prepared, False, False
+        exchanged = self._prepared
+        try:
+            if exchanged and self.arrivals is not None:
+                self.arrivals.end()
+        finally:
+            self.running = False
+            self._prepared = False
         exchanges = exchanged or bool(getattr(self._exchanging, "exchanges", False))
         self.exchanged += exchanges
+        self.stays_local = self.stays_local and not exchanges
         for end in self.ends:
             end()
         for tell in self.hearing("gradients_arrived"):
@@ -206,18 +240,11 @@ class Passes:
                     "next exchange would not see it. Write p.grad.mul_(...), p.grad.copy_(...) or p.grad = ... instead."
                 )
 
-    def _prepare(self, reducer: DistributedDataParallel, made: Forward) -> None:
+    def _prepare(self, reducer: DistributedDataParallel, arrivals: Arrivals) -> None:
         """Makes torch's reducer wait for the gradients of this pass."""
-        outputs = next((tensors for recent, tensors in self._searched if recent is made), [])
-        if reducer.find_unused_parameters and not outputs:
-            raise ConfigError(
-                "backward() came through an output of the model that is neither its latest nor the one before, and "
-                "strategy.find_unused_parameters looks for unused parameters in these. Call backward() after each "
-                "forward, add the losses up and call it once, or run validation under torch.no_grad()."
-            )
         if reducer.reducer._rebuild_buckets():  # as forward does, for a pass that no forward has prepared
             reducer._has_rebuilt_buckets = True
-        reducer.reducer.prepare_for_backward(outputs)
+        reducer.reducer.prepare_for_backward(arrivals.find_used() if reducer.find_unused_parameters else [])
         reducer.require_forward_param_sync = True  # the next forward takes rank 0's buffers, as after every exchange
 
     def _watched(self, output: Any, made: Forward) -> Any:
@@ -235,8 +262,6 @@ class Passes:
                 tensor._backward_hooks = OrderedDict([(_MARK, arrive)])
                 node._register_hook_dict(tensor)
         self._latest = made
-        if self.reducer is not None and self.reducer.find_unused_parameters:
-            self._searched = [*self._searched[-1:], (made, tensors)]
         return output
 
 
@@ -263,13 +288,6 @@ def passes_of(chain: nn.Module) -> Passes:
     if found is None:
         found = exchanging.__dict__["fleet_passes"] = Passes(exchanging, exchanging.parameters())
     return cast(Passes, found)
-
-
-def accumulator_of(parameter: Tensor) -> Any:
-    """Returns the node of the graph that adds to ``parameter.grad``; torch keeps it only as long as somebody does."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # a class of parameters may watch its uses
-        view: Any = parameter.view_as(parameter).grad_fn
-    return view.next_functions[0][0]
 
 
 def fills_gradients(parameters: Iterable[Tensor], alone: bool = False) -> bool:

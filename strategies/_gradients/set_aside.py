@@ -25,7 +25,8 @@ from torch import Tensor
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.strategies._gradients.accumulator import Accumulator
-from fleet.strategies._gradients.passes import Passes, accumulator_of
+from fleet.strategies._gradients.arrivals import accumulator_of
+from fleet.strategies._gradients.passes import Passes
 
 
 class SetAside(Accumulator):

@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -106,7 +107,7 @@ class DividedModule(nn.Module):
         self._find_unused = division.find_unused
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
         named = {unit: name for name, unit in module.named_modules()}
-        self._units = [GatheredUnit(root, named[root]) for root in self._roots]
+        self._units = [GatheredUnit(root, named[root], self.count_passes) for root in self._roots]
         for root, unit in zip(self._roots, self._units, strict=True):
             root.register_forward_pre_hook(unit)
             if division.order is not None:
@@ -209,6 +210,11 @@ class DividedModule(nn.Module):
             root.set_requires_gradient_sync(False)
         self.reshard()
 
+    def count_passes(self) -> int | None:
+        """Returns the number of the backward pass under way that exchanges gradients; ``None`` in others."""
+        passes = passes_of(self)
+        return passes.begun if passes.running and self.exchanges else None
+
     @outside_graphs
     def _share_buffers(self) -> None:
         buffers = [b for b in self.module.buffers() if b.numel()]
@@ -224,7 +230,7 @@ class GatheredUnit:
         arrived: the places of the parameters whose gradients wait to be reduced, one bit for each.
     """
 
-    def __init__(self, unit: nn.Module, name: str) -> None:
+    def __init__(self, unit: nn.Module, name: str, count_passes: Callable[[], int | None]) -> None:
         self.begins: Callable[[], None] = lambda: None
         self.arrived = 0
         self._unit = unit
@@ -237,6 +243,8 @@ class GatheredUnit:
             if part is not None
         ]
         self._hooked: dict[int, Tensor] = {}
+        self._count_passes = count_passes
+        self._arrived_in: dict[int, int] = {}  # the pass that brought the gradient of a place last
 
     @outside_graphs
     def __call__(self, unit: nn.Module, inputs: Any) -> None:
@@ -252,7 +260,7 @@ class GatheredUnit:
                 gathered.requires_grad_(trains)
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
-                gathered.register_hook(lambda gradient, part=part, bit=1 << place: self._arrive(part, bit, gradient))
+                gathered.register_hook(partial(self._arrive, gathered, part, 1 << place))
 
     def gathered(self) -> list[Any]:
         """Returns the parameters that the modules have now."""
@@ -283,7 +291,16 @@ class GatheredUnit:
         rest = f" and {len(names) - _SHOWN} more ({arrived:x})" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + rest
 
-    def _arrive(self, part: Tensor, bit: int, gradient: Tensor) -> Tensor:
+    def _arrive(self, gathered: Tensor, part: Tensor, bit: int, gradient: Tensor) -> Tensor:
+        number = self._count_passes()
+        if number is not None and self._arrived_in.get(bit) == number and gathered.grad is None:
+            raise ConfigError(
+                f"The gradient of {self._named(bit)} came twice in one backward pass, and the first had been "
+                "exchanged. A part of the model that runs more than once in a forward cannot be recomputed with "
+                "use_reentrant=True in sharding stages 2 and 3: pass use_reentrant=False to checkpoint()."
+            )
+        if number is not None:
+            self._arrived_in[bit] = number
         self.arrived |= bit
         self.begins()
         for hook in list((part._backward_hooks or {}).values()):
