@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, channel_out, plan_in_flight, plan_order
 from fleet.strategies.pipeline.wire import Incoming, Known, Outgoing, Spec, StageLink
@@ -177,7 +178,8 @@ class StageRun:
             value = self._in[source].take_value(f"the activation of micro-batch {action.micro}")
             self._expected[source].pop(0)
         work.hook("forward_begin", action, input_tensor=value, output_tensor=None)
-        output = work.run(action.chunk, action.micro, value)
+        given = value if source is None else tree_map(lambda x: _Given.apply(x) if _takes_gradient(x) else x, value)
+        output = work.run(action.chunk, action.micro, given)
         work.hook("forward_end", action, input_tensor=value, output_tensor=output)
         inputs = [] if source is None else [leaf for leaf in tree_leaves(value) if _takes_gradient(leaf)]
         held = Pending(inputs, [], [])
@@ -241,6 +243,20 @@ class StageRun:
 
 
 _NAMES = {"f": "forward", "b": "backward"}
+
+
+class _Given(Function):
+    """A tensor that came in as the first layer gets it: no leaf, so that a layer may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Returns the same memory, and no view: in-place changes of views of a leaf are refused, too."""
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns the gradient."""
+        return gradient
 
 
 def _takes_gradient(leaf: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies.tensor_parallel.equal_inputs import Occasions, check_labels
 from fleet.strategies.tensor_parallel.layers import check_ids
-from fleet.strategies.tensor_parallel.place import place_in
+from fleet.strategies.tensor_parallel.place import CurrentJob, place_in
 from fleet.strategies.tensor_parallel.regions import applied
 
 
@@ -56,10 +56,12 @@ class ParallelCrossEntropy(nn.Module):
                 f"ParallelCrossEntropy: logits of shape {tuple(input.shape)} take whole-number labels of shape "
                 f"{tuple(rows)} or {(*rows, 1)}, got {tuple(label.shape)} of {label.dtype}."
             )
-        label, group = label.reshape(-1), self.place.group
+        compared, place = CurrentJob.compared, self.place
+        place = place if compared is None else compared.place(place, input.shape[-1])
+        label, group = label.reshape(-1), place.group
         if isinstance(group, dist.ProcessGroup) and self._occasions.now():  # an estimate has a stand-in
             check_labels(label, group)
-        vocabulary = input.shape[-1] * self.place.size
+        vocabulary = input.shape[-1] * place.size
         known = ((label >= 0) & (label < vocabulary)) | (label == self.ignore_index)
         check_ids(label, known, vocabulary, "ParallelCrossEntropy", "label")
         logits = input.reshape(-1, input.shape[-1])

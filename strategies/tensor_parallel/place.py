@@ -21,10 +21,32 @@ class CurrentJob:
     Attributes:
         axes: the place of this worker.
         recompute_allgather: backward of a sequence-parallel layer gathers its input again.
+        compared: the losses inside a model that is compared with itself with whole layers; ``None`` while none is.
     """
 
     axes: Axes | None = None
     recompute_allgather = False
+    compared: ComparedLosses | None = None
+
+
+class ComparedLosses:
+    """Tells losses that get whole logits, where layers compute whole, by what the same call gets where they do not.
+
+    Attributes:
+        whole: whether layers that a plan has divided compute whole now; first they do not.
+    """
+
+    def __init__(self) -> None:
+        self.whole = False
+        self._widths: list[int] = []
+
+    def place(self, place: LayerPlace, width: int) -> LayerPlace:
+        """Returns where the next loss is computed, whose logits have ``width`` columns."""
+        if not self.whole:
+            self._widths.append(width)
+            return place
+        is_part = bool(self._widths) and self._widths.pop(0) == width
+        return place if is_part else LayerPlace(None, 1, 0)
 
 
 class LayerPlace:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fleet.errors import ConfigError
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies._shared.random_streams import TRACKER
+from fleet.strategies.tensor_parallel.place import ComparedLosses, CurrentJob
 from fleet.strategies.tensor_parallel.plan import ResolvedPlan, generic_name
 from fleet.strategies.tensor_parallel.planned_layers import planned
 
@@ -58,14 +59,17 @@ class FirstForward:
         self.handle = None
         if any(is_part(parameter) for parameter in module.parameters()):
             return  # sharding has divided the weights once more
+        found, failure = None, None
         with _undisturbed(module):
-            with self._whole(module), _results(module) as expected_inside:
-                expected = _on_copies(module, args, kwargs)
             try:
                 with _results(module) as found_inside:
                     found = _on_copies(module, args, kwargs)
             except (RuntimeError, ValueError, IndexError) as error:
-                raise ConfigError(_failed(module, error)) from error
+                failure = error
+            with self._whole(module), _results(module) as expected_inside:
+                expected = _on_copies(module, args, kwargs)
+        if failure is not None:
+            raise ConfigError(_failed(module, failure)) from failure
         if self._anywhere(_differ(expected, found)):
             raise ConfigError(_another(module, expected_inside, found_inside))
 
@@ -81,6 +85,8 @@ class FirstForward:
             layer.whole = True
         for owner, attribute, part in self._resolved.numbers:
             setattr(owner, attribute, part * self._group.size())
+        assert CurrentJob.compared is not None
+        CurrentJob.compared.whole = True
         try:
             yield
         finally:
@@ -115,6 +121,7 @@ def _on_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Runs without gradients and without dropout, and leaves modes and random numbers as they were."""
     modes = {submodule: submodule.training for submodule in module.modules()}
+    CurrentJob.compared = ComparedLosses()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     streams = TRACKER.get_states_tracker()
     module.eval()
@@ -122,6 +129,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
+        CurrentJob.compared = None
         TRACKER.set_states_tracker(streams)
         for submodule, training in modes.items():
             submodule.training = training
