@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
-from fleet.errors import ConfigError, OptionWarning
+from fleet.errors import ConfigError, OptionWarning, RendezvousError
 from fleet.job.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.job.job import Job
 from fleet.job.listener import Listener
@@ -70,6 +72,14 @@ def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
             raise ConfigError(different_rows(call, list(by_digest.values()), axes))
 
 
+class Attended:
+    """The calls of one attention by one group of workers: how many there were, and the shapes of the last one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.shapes: list[list[int]] = []
+
+
 class SameSequences(Listener):
     """Compares the rows from which the workers along ``sep`` and ``cp`` cut their tokens, before the first forwards.
 
@@ -87,6 +97,7 @@ class SameSequences(Listener):
         self._left = forwards if job.axes.size(*SEQUENCE_AXES) > 1 else 0
         self._noted: set[str] = set()
         self._looks = True
+        self._attended: dict[tuple[str, tuple[int, ...]], Attended] = {}
         self._has_stepped = False
         self.sleeps = job.axes.size(*SEQUENCE_AXES) == 1
         self.takes_means = False  # sequence_mean() was called
@@ -133,6 +144,35 @@ class SameSequences(Listener):
             ranks_of.setdefault(frozenset(json.loads(text)), []).append(rank)
         if any(a - b and b - a for a in ranks_of for b in ranks_of):
             raise ConfigError(different_rows("split_inputs_sequence_dim()", list(ranks_of.values()), self._axes))
+
+    def check_shapes(self, tensors: Sequence[Tensor], group: Any, call: str) -> None:
+        """Raises ConfigError where the workers of ``group`` give ``call`` other shapes; a collective call.
+
+        They are compared in the first call and where they change: an exchange of other sizes aborts or waits.
+        """
+        if torch.compiler.is_compiling() or self._job.roll_call is None:
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        seen = self._attended.setdefault((call, ranks), Attended())
+        seen.calls += 1
+        shapes = [list(tensor.shape) for tensor in tensors]
+        if shapes == seen.shapes:
+            return
+        seen.shapes = shapes
+        advice = (
+            "Each holds the same number of tokens of the same rows: pad sequences to a multiple of the workers, and cut "
+            "them with fleet.meta_parallel.split_inputs_sequence_dim()."
+        )
+        try:
+            texts = self._job.roll_call.meet_some(ranks, seen.calls, call, json.dumps(shapes))
+        except RendezvousError as error:
+            raise ConfigError(
+                f"{call} got tensors of the shapes {shapes} here, others than in the call before, and on some workers "
+                f"along the sequence the shapes did not change with them. {advice}"
+            ) from error
+        if len(set(texts)) > 1:
+            said = ", ".join(f"{text} on rank {rank}" for rank, text in zip(ranks, texts, strict=True))
+            raise ConfigError(f"{call} got tensors of different shapes on the workers: {said}. {advice}")
 
     def look_at(self, queries: Tensor, group: Any, call: str) -> None:
         """Warns where the first ``queries`` of an attention are the same on all of ``group``; a collective call."""

@@ -80,6 +80,7 @@ class RollCall:
         self.described: Described = lambda rank: ""  # where a rank is on the mesh; the session knows it later
         self._number = self._answered = 0
         self._meeting: tuple[str, str] | None = None  # the call and the user's line
+        self._of_some: dict[str, str] = {}  # the last post in the calls of some workers
         self._is_alone = True  # no other thread than the main one has met the others
         self._waits_since: float | None = None
         self._error: BaseException | None = None
@@ -104,18 +105,40 @@ class RollCall:
             ConfigError: a worker calls something else.
             RendezvousError: a worker has ended, or no worker can go on.
         """
-        number, where = self._number, user_line(sys._getframe(1))
-        names = [f"{number}/{rank}" for rank in range(self._world_size)]
+        number = self._number
+        self._number = number + 1
+        names = {rank: f"{number}/{rank}" for rank in range(self._world_size)}
+        posts = self._gather(names, call, user_line(sys._getframe(1)), text, f"{number}/read")
+        self._check_calls(dict(enumerate(posts)))
+        return [post[2] for post in posts]
+
+    def meet_some(self, ranks: Sequence[int], number: int, call: str, text: str) -> list[str]:
+        """Returns the ``text`` of each of ``ranks``, once they have made ``call`` for the time ``number``.
+
+        Raises RendezvousError as :meth:`meet` does.
+        """
+        key = f"some/{call}/{'-'.join(map(str, ranks))}"
+        names = {rank: f"{key}/{number}/{rank}" for rank in ranks}
+        posts = self._gather(names, call, user_line(sys._getframe(1)), text)
+        if (before := self._of_some.get(key)) is not None:
+            self._store.delete_key(before)  # whoever has posted now had read the posts before
+        self._of_some[key] = names[self.global_rank]
+        return [post[2] for post in posts]
+
+    def _gather(self, names: Mapping[int, str], call: str, where: str, text: str, read: str = "") -> list[Any]:
+        """Returns what the workers have posted under ``names``; with ``read`` removes it when all have read it."""
         is_main = threading.current_thread() is threading.main_thread()
         self._is_alone &= is_main
-        self._number, self._meeting, self._error = number + 1, (call, where), None
+        self._meeting, self._error = (call, where), None
         try:
             self._store.set(names[self.global_rank], json.dumps([call, where, text, is_main]))
             self._wait_for(names, call, where)
-            posts = [json.loads(post) for post in self._store.multi_get(names)]
-            self._store.add(f"{number}/read", 1)
-            if self.global_rank == 0:
-                self._clear(names, f"{number}/read")
+            posts = [json.loads(post) for post in self._store.multi_get(list(names.values()))]
+            if read:
+                self._store.add(read, 1)
+                if self.global_rank == 0:
+                    self._clear(list(names.values()), read)
+            return posts
         except dist.DistError as error:
             raise RendezvousError(
                 f"{self._who} {call} at {where}: rank 0, which serves the rendezvous, has ended or cannot be "
@@ -123,8 +146,6 @@ class RollCall:
             ) from error
         finally:
             self._meeting = None
-        self._check_calls(dict(enumerate(posts)))
-        return [post[2] for post in posts]
 
     def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
         """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
@@ -171,20 +192,21 @@ class RollCall:
     def _who(self) -> str:
         return f"[rank {self.global_rank} of {self._world_size}]"
 
-    def _wait_for(self, names: list[str], call: str, where: str) -> None:
+    def _wait_for(self, names: Mapping[int, str], call: str, where: str) -> None:
         """Returns when every worker has called; raises when one has ended, calls something else, or none can go on."""
-        began, absent = time.monotonic(), list(range(self._world_size))
+        began, absent = time.monotonic(), list(names)
         look_at, ask_at, pause_s = began + _LOOK_EVERY_S, began + (self._limit_s or float("inf")), 0.0002
-        while not self._store.check(names):
+        while not self._store.check(list(names.values())):
             now = time.monotonic()
             if now >= min(look_at, ask_at):
-                present = [rank for rank, name in enumerate(names) if self._store.check([name])]
+                present = [rank for rank, name in names.items() if self._store.check([name])]
                 self._check_calls({rank: json.loads(self._store.get(names[rank])) for rank in present})
-                absent = [rank for rank in range(self._world_size) if rank not in present]
-                if any(self._store.check([f"left/{rank}"]) for rank in absent) and not self._store.check(names):
+                absent = [rank for rank in names if rank not in present]
+                gone = any(self._store.check([f"left/{rank}"]) for rank in absent)
+                if gone and not self._store.check(list(names.values())):
                     self._refuse(call, where, absent, self.whereabouts())
                 self._refuse_restarted(f"{call} at {where}", absent)
-                self._raise_refused(names[0], f"{call} at {where}")
+                self._raise_refused(names[self.global_rank], f"{call} at {where}")
                 look_at = now + _LOOK_EVERY_S
                 if now >= ask_at and absent:
                     self._ask(call, where, present, absent, now - began)

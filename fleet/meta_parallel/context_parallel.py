@@ -112,5 +112,5 @@ def ring_attention(
             f"ring_attention() got {q.shape[1]} tokens; in the balanced order each worker holds two equal parts. "
             f"Choose sequences that divide into {2 * group.size()} parts."
         )
-    look_at_queries(q, group, "ring_attention()")
+    look_at_queries(q, k, group, "ring_attention()")
     return ring(query, key, value, group, is_causal, q.shape[3] ** -0.5 if scale is None else scale).transpose(1, 2)

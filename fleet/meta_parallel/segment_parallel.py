@@ -166,7 +166,7 @@ def sep_attention(
     if group is not None:
         for x in (q, k):
             check_parts(x, 2, group.size(), "sep_attention(), whose dimension 2 is the heads", "sep_degree")
-        look_at_queries(q, group, "sep_attention()")
+        look_at_queries(q, k, group, "sep_attention()")
     query, key, value = (regions.all_to_all(x, group, 2, 1).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
@@ -218,11 +218,16 @@ def note_rows(inputs: Tensor | dict[str, Tensor], axis: str, degree: int) -> Non
             job.listeners.get(SameSequences).note(tensor)
 
 
-def look_at_queries(q: Tensor, group: dist.ProcessGroup, call: str) -> None:
-    """Warns where the workers of ``group`` hold the same tokens; ``call`` is the attention that got ``q``."""
+def look_at_queries(q: Tensor, k: Tensor, group: dist.ProcessGroup, call: str) -> None:
+    """Warns where the workers of ``group`` hold the same tokens; ``call`` is the attention that got ``q`` and ``k``.
+
+    Raises ConfigError where they hold other numbers of them.
+    """
     job = running_job()
     if job is not None:
-        job.listeners.get(SameSequences).look_at(q, group, call)
+        sequences = job.listeners.get(SameSequences)
+        sequences.check_shapes((q, k), group, call)
+        sequences.look_at(q, group, call)
 
 
 def place_along(axis: str, rank: int | None, degree: int | None, call: str) -> tuple[int, int]:

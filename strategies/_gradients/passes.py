@@ -81,7 +81,7 @@ class Passes:
         reducer: the data-parallel module, if there is one.
         arrivals: the gradients that arrive at its parameters, if there is one.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
-        stays_local: whether a pass has kept its gradients on this worker after the last exchange.
+        stays_local: whether the last pass has kept its gradients on this worker.
         everyone: returns the parameters of all models that may share a graph with this one.
         hearing: returns what is called for a hook of the job's listeners.
     """
@@ -178,7 +178,6 @@ class Passes:
             self._exchange()
         else:
             self.tell(exchanges=False)
-            self.stays_local = True
         self.running = True
         self.begun += 1
         self._places = {}
@@ -212,7 +211,7 @@ class Passes:
             self._prepared = False
         exchanges = exchanged or bool(getattr(self._exchanging, "exchanges", False))
         self.exchanged += exchanges
-        self.stays_local = self.stays_local and not exchanges
+        self.stays_local = not exchanges
         for end in self.ends:
             end()
         for tell in self.hearing("gradients_arrived"):

@@ -195,9 +195,13 @@ def hooks(options: Options, folder: str) -> dict[str, Any]:
 
 
 def shared_norms(options: Options, folder: str) -> dict[str, Any]:
-    """Trainer(sync_batchnorm=True)."""
+    """Trainer(sync_batchnorm=True), twice with the same arguments."""
     module = Classifier(norm=True)
-    trained(options, module, sync_batchnorm=options is not None)
+    trainer = trained(options, module, max_epochs=1, sync_batchnorm=options is not None)
+    strategy: Any = "auto" if options is None else training.TrainerStrategy(options)
+    again = {"max_epochs": 1, "sync_batchnorm": options is not None}
+    trainer = pl.Trainer(**training.QUIET, **again, strategy=strategy)
+    trainer.fit(module)
     return weights_of(module)
 
 

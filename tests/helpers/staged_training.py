@@ -59,6 +59,8 @@ def layers_of(kind: str) -> list[Any]:
     blocks = [layer for _ in range(4) for layer in (LayerDesc(nn.Linear, 8, 8), torch.tanh)]
     if kind == "dropout":
         blocks = [layer for _ in range(3) for layer in (LayerDesc(nn.Linear, 8, 8), LayerDesc(nn.BatchNorm1d, 8))]
+    if kind == "in place":  # each stage may begin with one of these
+        blocks = [layer for _ in range(3) for layer in (LayerDesc(nn.ReLU, inplace=True), LayerDesc(nn.Linear, 8, 8))]
     return [LayerDesc(nn.Linear, 6, 8), *blocks, LayerDesc(nn.Linear, 8, 5)]
 
 

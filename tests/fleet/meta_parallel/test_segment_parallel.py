@@ -11,7 +11,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError, OptionWarning
-from fleet.meta_parallel.context_parallel import sequence_positions
+from fleet.meta_parallel.context_parallel import ring_attention, sequence_positions
 from fleet.meta_parallel.segment_parallel import (
     ReshardLayer,
     check_attention,
@@ -124,6 +124,39 @@ def test_the_exchange_of_segments_for_heads() -> None:
         assert "split_inputs_sequence_dim_load_balance" in found["texts"][3]
         assert found["texts"][4] == "1"
         assert found["positions"] == list(range(4 * rank, 4 * rank + 4))
+
+
+def uneven(rank: int, world_size: int) -> list[str]:
+    """Gives the workers other numbers of tokens from the first call on, and in a later one where one alone changes."""
+    found = []
+    for axis, attention in (("cp", ring_attention), ("sep", sep_attention)):
+        for lengths in ((4, (2, 6)[rank]), (6, (4, 6)[rank])):
+            started(**{axis: 2})
+            tensors = [torch.randn(2, lengths[0], 2, 4)] * 3
+            for _ in range(2 if lengths[0] == 4 else 0):
+                attention(*tensors, is_causal=True)
+            tensors = [torch.randn(2, lengths[1], 2, 4)] * 3
+            if axis == "cp" or lengths[0] == 4:
+                with pytest.raises(ConfigError) as error:
+                    attention(*tensors, is_causal=True)
+            else:
+                attention(*[torch.randn(2, 6, 2, 4)] * 3)
+                try:
+                    attention(*tensors)
+                except (ConfigError, RuntimeError) as error_:  # the other waits, and hears that this one has ended
+                    return [*found, str(error_)]
+            found.append(str(error.value))
+    return found
+
+
+def test_other_numbers_of_tokens_are_refused() -> None:
+    """Issue 36: both aborted with gloo's text. Where the shapes change on all, they are compared and right."""
+    both = run_workers(uneven, 2, backend=None, environment={"FLEET_WAIT_LIMIT": "1"})
+    for found in both:
+        for text, call in zip(found, ("ring_attention()", "ring_attention()", "sep_attention()"), strict=False):
+            assert f"{call} got tensors of different shapes on the workers" in text
+            assert "pad sequences to a multiple" in text
+    assert "on some workers along the sequence the shapes did not change" in both[0][-1]
 
 
 @pytest.mark.parametrize(

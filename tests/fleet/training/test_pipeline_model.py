@@ -47,6 +47,10 @@ def two_stages(rank: int, world_size: int) -> None:
         "divided late": Case(TWO, pp_configs={"delay_scale_loss": True}, num_micro=3, size=3),
         "recomputed": Case(TWO, model={"recompute_interval": 2}),
         "by name": Case(TWO, model={"seg_method": "layer:Linear"}),
+        "in place first": Case(TWO, kind="in place", model={"seg_method": [0, 3, 8]}),
+        "in place first, recomputed": Case(
+            TWO, kind="in place", model={"seg_method": [0, 3, 8], "recompute_interval": 2}
+        ),
         "frozen first": Case(TWO, freeze=("0.", "1.", "3.")),
         "scaler": Case(TWO, takes=scaled),
         "bfloat16": Case(TWO, options={"amp": True, "amp_configs": {"dtype": "bfloat16"}}, tolerance=0.06, steps=1),

@@ -15,6 +15,7 @@ from torch.nn import functional
 from fleet import fleet
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
+from fleet.meta_parallel import ColumnParallelLinear, ParallelCrossEntropy
 from fleet.options import DistributedStrategy
 from fleet.strategies._shared.parameter_layout import Layout, layouts_in
 from fleet.strategies.tensor_parallel.plan import resolve_plan
@@ -240,6 +241,41 @@ class Encoder(nn.Module):
         return self.inside(x)
 
 
+class Chunked(nn.Module):
+    """Computes its loss inside, chunk by chunk, from logits that a plan or a layer of Fleet divides."""
+
+    def __init__(self, divided: bool) -> None:
+        super().__init__()
+        self.words, self.middle = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.head = ColumnParallelLinear(6, 8, gather_output=False) if divided else nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(self.words(x)))
+        chunks = zip(hidden.split(2, 1), y.split(2, 1), strict=True)
+        loss: Tensor = sum((ParallelCrossEntropy()(self.head(h), t).sum() for h, t in chunks), torch.zeros(()))
+        return loss / y.numel()
+
+
+def losses_inside(plan: dict[str, str], divided: bool) -> list[float]:
+    """Returns the losses of three steps of ``Chunked`` with ``plan``."""
+    start(plan)
+    torch.manual_seed(3)
+    net = Chunked(divided)
+    for parameter in (net.head.weight, net.head.bias):
+        nn.init.constant_(parameter, 0.1)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.5))
+    model = fleet.distributed_model(net)
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(*torch.randint(0, 8, (2, 4, 6)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 UP_DOWN = {"up": "column", "down": "row"}
 ENCODER = {"inside.layers.*.linear1": "column", "inside.layers.*.linear2": "row"}
 
@@ -325,6 +361,10 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
         fails({**PLAN, "wide": "column", "back": "row"}),
         fails({**PLAN, "attn.*": "divide:n_heads"}, silent=True),
     ]
+    result["inside"] = [
+        losses_inside({"head": "column"}, divided=False),
+        losses_inside({"middle": "column_gather"}, divided=True),
+    ]
     result["torch"] = of_torch()
     return result
 
@@ -367,6 +407,8 @@ def test_a_cut_model_trains_as_one_process() -> None:
             assert "returns something else than with whole layers" in message
         assert "'attn.0' (Attention), which holds the whole numbers n_heads=4, width=16" in silent
         assert right == ""
+        by_plan, by_layer = result["inside"]
+        assert by_plan == pytest.approx(by_layer, abs=1e-6)
         check_of_torch(result["torch"])
     buffer = io.BytesIO()
     torch.save(results[0]["state"], buffer)
