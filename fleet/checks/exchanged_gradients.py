@@ -76,7 +76,8 @@ class ExchangedGradients(Listener):
         counts = tuple(now[model] - watch.exchanged.get(model, 0) for model in now)
         watch.exchanged = now
         local = self._local(watch)
-        if (seen := (*counts, *local)) in watch.agreed:
+        seen = (*counts, *local)
+        if seen in watch.agreed:
             return
         watch.agreed.add(seen)
         apart: dict[str, Tensor] = {}
@@ -112,7 +113,7 @@ class ExchangedGradients(Listener):
         if any(model.is_divided and model.model._passes.stays_local for model in watch.models):
             raise ConfigError(
                 "step() came after a backward pass whose gradients are still inside the sharded model, because it ran "
-                "under no_sync(), or with require_backward_grad_sync = False. Run the last one before step() outside it."
+                "under no_sync(). Run the last one before step() outside it."
             )
         arrivals = [a for model in self._watched.models.values() if (a := model.model._passes.arrivals) is not None]
         if not any(one.local for one in arrivals):

@@ -160,8 +160,8 @@ class SameSequences(Listener):
             return
         seen.shapes = shapes
         advice = (
-            "Each holds the same number of tokens of the same rows: pad sequences to a multiple of the workers, and cut "
-            "them with fleet.meta_parallel.split_inputs_sequence_dim()."
+            "Each holds the same number of tokens of the same rows: pad sequences to a multiple of the workers, and "
+            "cut them with fleet.meta_parallel.split_inputs_sequence_dim()."
         )
         try:
             texts = self._job.roll_call.meet_some(ranks, seen.calls, call, json.dumps(shapes))

@@ -148,7 +148,8 @@ class OptimizerWatch:
         strangers: parameters that belong to no wrapped model, under a name for messages.
         models: the wrapped models that it trains, with how often they were used until its last step.
         exchanged: how often they had exchanged gradients at its last update.
-        agreed: the numbers of exchanges between two updates that the workers have compared so far.
+        agreed: what the workers have compared so far: the numbers of exchanges between two updates, and the parameters
+            whose gradients hold something that came after the last one.
         left: a gradient that its last step left behind, and its version; held weakly, because a gradient is often a
             view of a whole bucket.
     """
@@ -161,7 +162,7 @@ class OptimizerWatch:
         self.strangers: dict[str, Tensor] = {}
         self.models: dict[ModelWatch, int] = {}
         self.exchanged: dict[ModelWatch, int] = {}
-        self.agreed: set[tuple[int, ...]] = set()
+        self.agreed: set[tuple[int | str, ...]] = set()
         self.left: tuple[TensorWeakRef, int] | None = None
         self.seen: tuple[int, ...] = ()
         self.handles: list[Any] = []

@@ -79,13 +79,13 @@ class Arrivals:
         self._expected = None
 
     def find_used(self) -> list[Tensor]:
-        """Returns an output, for the reducer's search, of a graph with the parameters that get gradients in this pass."""
+        """Returns an output, for the reducer's search, of a graph with the parameters that this pass reaches."""
         expected = [p for p, node in self._nodes.items() if _is_executed(node) or self._waits(p)]
         self._expected = set(expected)
         with torch.enable_grad():
             return [_Reached.apply(*expected)] if expected else []  # type: ignore[no-untyped-call]
 
-    def arrive(self, parameter: Tensor) -> None:
+    def arrive(self, parameter: nn.Parameter) -> None:
         """Notes a gradient that is about to be added to ``.grad`` of ``parameter``.
 
         Raises ConfigError where the exchange under way could not take it in.
@@ -104,8 +104,8 @@ class Arrivals:
             )
         if self._expected is not None and parameter not in self._expected:
             raise ConfigError(
-                f"strategy.find_unused_parameters found no use of {self._named([parameter])} in this backward pass, and a "
-                "gradient came: torch.utils.checkpoint with use_reentrant=True hides what it computes. Pass "
+                f"strategy.find_unused_parameters found no use of {self._named([parameter])} in this backward pass, "
+                "and a gradient came: torch.utils.checkpoint with use_reentrant=True hides what it computes. Pass "
                 "use_reentrant=False to checkpoint(), or turn find_unused_parameters off."
             )
         came.add(parameter)
@@ -133,16 +133,16 @@ class Arrivals:
         changed = [p for p in silent if id(p) not in present or accumulator_of(p) is not self._nodes[p]]
         if changed:
             raise ConfigError(
-                f"Gradients of {self._named(changed)} came past the exchange: after distributed_model() had wrapped the "
-                "model it was converted, moved or replaced (model.double(), layer.float(), p.data = ...). Convert and "
-                "move the model before distributed_model()."
+                f"Gradients of {self._named(changed)} came past the exchange: after distributed_model() had wrapped "
+                "the model it was converted, moved or replaced (model.double(), layer.float(), p.data = ...). Convert "
+                "and move the model before distributed_model()."
             )
         if silent and not finds_unused:
             raise ConfigError(
-                f"{self._named(silent)} took no part in the loss of this backward pass, which was to exchange "
-                "the gradients of all. Set strategy.find_unused_parameters = True, or let every parameter take part in the loss on "
-                "every worker, or set requires_grad to False on those that do not. Of several backward passes before "
-                "one step(), run all but the last under model.no_sync()."
+                f"{self._named(silent)} took no part in the loss of this backward pass, which was to exchange the "
+                "gradients of all. Set strategy.find_unused_parameters = True, or let every parameter take part in the "
+                "loss on every worker, or set requires_grad to False on those that do not. Of several backward passes "
+                "before one step(), run all but the last under model.no_sync()."
             )
         if owed:
             _deliver(owed)
@@ -150,13 +150,13 @@ class Arrivals:
     def _waits(self, parameter: Tensor) -> bool:
         return parameter in self.local and parameter.grad is not None
 
-    def _sharing(self, parameter: Tensor) -> Iterable[Arrivals]:
-        found: Iterable[Arrivals] = self._nodes[parameter].metadata[_WATCHERS]  # type: ignore[index]
+    def _sharing(self, parameter: nn.Parameter) -> Iterable[Arrivals]:
+        found: Iterable[Arrivals] = self._nodes[parameter].metadata[_WATCHERS]
         return found
 
     def _named(self, parameters: Iterable[Tensor]) -> str:
-        names = {p: name for name, p in self._reducer.module.named_parameters()}
-        found = [repr(names.get(p, f"a parameter of shape {list(p.shape)}")) for p in parameters]  # type: ignore[call-overload]
+        names = {id(p): name for name, p in self._reducer.module.named_parameters()}
+        found = [repr(names.get(id(p), f"of shape {list(p.shape)}")) for p in parameters]
         return f"parameter{'s' if len(found) > 1 else ''} {', '.join(found)}"
 
 
@@ -195,7 +195,7 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-def _arrive(arrivals: weakref.ref[Arrivals], parameter: Tensor, gradients: Any) -> None:
+def _arrive(arrivals: weakref.ref[Arrivals], parameter: nn.Parameter, gradients: Any) -> None:
     found = arrivals()
     if found is not None:
         found.arrive(parameter)

@@ -178,8 +178,7 @@ class StageRun:
             value = self._in[source].take_value(f"the activation of micro-batch {action.micro}")
             self._expected[source].pop(0)
         work.hook("forward_begin", action, input_tensor=value, output_tensor=None)
-        given = value if source is None else tree_map(lambda x: _Given.apply(x) if _takes_gradient(x) else x, value)
-        output = work.run(action.chunk, action.micro, given)
+        output = work.run(action.chunk, action.micro, value if source is None else tree_map(_given, value))
         work.hook("forward_end", action, input_tensor=value, output_tensor=output)
         inputs = [] if source is None else [leaf for leaf in tree_leaves(value) if _takes_gradient(leaf)]
         held = Pending(inputs, [], [])
@@ -257,6 +256,10 @@ class _Given(Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Returns the gradient."""
         return gradient
+
+
+def _given(leaf: Any) -> Any:
+    return _Given.apply(leaf) if _takes_gradient(leaf) else leaf  # type: ignore[no-untyped-call]
 
 
 def _takes_gradient(leaf: Any) -> bool:
