@@ -76,7 +76,7 @@ class ExchangedGradients(Listener):
         counts = tuple(now[model] - watch.exchanged.get(model, 0) for model in now)
         watch.exchanged = now
         local = self._local(watch)
-        seen = (*counts, *local)
+        seen: tuple[int | str, ...] = (*counts, *local)
         if seen in watch.agreed:
             return
         watch.agreed.add(seen)

@@ -247,7 +247,7 @@ class Chunked(nn.Module):
     def __init__(self, divided: bool) -> None:
         super().__init__()
         self.words, self.middle = nn.Embedding(8, 6), nn.Linear(6, 6)
-        self.head = ColumnParallelLinear(6, 8, gather_output=False) if divided else nn.Linear(6, 8)
+        self.head = ColumnParallelLinear(6, 8, has_bias=True, gather_output=False) if divided else nn.Linear(6, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = torch.tanh(self.middle(self.words(x)))
