@@ -82,8 +82,14 @@ class Arrivals:
         """Returns an output, for the reducer's search, of a graph with the parameters that this pass reaches."""
         expected = [p for p, node in self._nodes.items() if _is_executed(node) or self._waits(p)]
         self._expected = set(expected)
+        frozen = [p for p in expected if not p.requires_grad]  # since their forward
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         with torch.enable_grad():
-            return [_Reached.apply(*expected)] if expected else []  # type: ignore[no-untyped-call]
+            found = [_Reached.apply(*expected)] if expected else []  # type: ignore[no-untyped-call]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return found
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Notes a gradient that is about to be added to ``.grad`` of ``parameter``.
@@ -130,7 +136,7 @@ class Arrivals:
         given = set(owed)
         silent = [p for p in missing if p not in given and not (finds_unused and p.grad is None)]
         present = {id(p) for p in self._reducer.module.parameters()} if silent else set()
-        changed = [p for p in silent if id(p) not in present or accumulator_of(p) is not self._nodes[p]]
+        changed = [p for p in silent if id(p) not in present or _has_another_node(p, self._nodes[p])]
         if changed:
             raise ConfigError(
                 f"Gradients of {self._named(changed)} came past the exchange: after distributed_model() had wrapped "
@@ -148,7 +154,7 @@ class Arrivals:
             _deliver(owed)
 
     def _waits(self, parameter: Tensor) -> bool:
-        return parameter in self.local and parameter.grad is not None
+        return parameter in self.local and parameter.grad is not None and parameter.requires_grad
 
     def _sharing(self, parameter: nn.Parameter) -> Iterable[Arrivals]:
         found: Iterable[Arrivals] = self._nodes[parameter].metadata[_WATCHERS]
@@ -206,6 +212,10 @@ def accumulator_of(parameter: Tensor) -> Any:
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # a class of parameters may watch its uses
         view: Any = parameter.view_as(parameter).grad_fn
     return view.next_functions[0][0]
+
+
+def _has_another_node(parameter: Tensor, node: Any) -> bool:
+    return parameter.requires_grad and accumulator_of(parameter) is not node
 
 
 def _is_executed(node: Any) -> bool:

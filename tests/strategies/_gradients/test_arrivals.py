@@ -87,6 +87,21 @@ def without_a_branch(net: Any, model: Any, x: Tensor, y: Tensor, hold: Any) -> N
     F.mse_loss(model(x, "a"), y).backward()
 
 
+def freeze(module: nn.Module) -> None:
+    module.requires_grad_(False)
+
+
+def in_turns(net: Any, model: Any, x: Tensor, y: Tensor, hold: Any) -> None:
+    """One branch is frozen inside forward and has a gradient, the other one between forward and backward."""
+    F.mse_loss(model(x), y).backward()
+    handle = net.body.register_forward_hook(lambda *_: freeze(net.b))
+    loss = F.mse_loss(model(x), y)
+    handle.remove()
+    net.a.requires_grad_(False)
+    loss.backward()
+    net.requires_grad_(True)
+
+
 def without_holding(net: Any, model: Any, x: Tensor, y: Tensor, hold: Any) -> None:
     chunked(net, model, x, y, nullcontext)
 
@@ -166,9 +181,10 @@ def right(rank: int, world_size: int) -> dict[str, float]:
         for loss in (two_forwards, outside):
             found[f"{loss.__name__}, {name}"] = train({**options, **FIND}, loss)
         for loss in (chunked, in_two_passes):
-            for more in ({}, FIND, {"gradient_scale_configs": {"scale_strategy": "avg"}, "fp16_allreduce": False}):
+            for more in ({}, FIND):
                 found[f"{loss.__name__}, {name}, {more}"] = train({**options, **more}, loss)
         found[f"hooks, {name}"] = train(options, chunked, hooked=True)
+        found[f"in turns, {name}"] = train({**options, **FIND}, in_turns)
         found[f"unused, {name}"] = train({**options, **FIND}, without_a_branch)
         found[f"kept kind, {name}"] = train(options, whole, before=same_kind)
         found[f"reentrant once, {name}"] = train(options, whole, lambda: Twice(1, True))
