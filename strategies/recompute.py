@@ -12,7 +12,7 @@ from torch import nn
 from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.segments import norm_modules, run_segment
+from fleet.strategies._shared.segments import run_segment
 from fleet.strategies._shared.stages import on_some_stage
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Recompute(Strategy):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
         found = find_modules(model, self.config.checkpoints)
-        forwards = {name: RecomputedForward(module, self.config.enable_offload) for name, module in found.items()}
+        forwards = {name: RecomputedForward(name, module, self.config.enable_offload) for name, module in found.items()}
         for name, module in found.items():
             inside = [other for outer, other in forwards.items() if name.startswith(f"{outer}.")]
             forwards[name].outers = inside
@@ -104,9 +104,10 @@ class RecomputedForward:
         outers: the forwards of modules around this one; while one of them runs, this one is part of its segment.
     """
 
-    def __init__(self, module: nn.Module, offload: bool) -> None:
+    def __init__(self, name: str, module: nn.Module, offload: bool) -> None:
+        self._name = f"{name!r}, a {type(module).__name__},"
         self._module, self._inner = module, module.__dict__.get("forward")
-        self._norms, self._offload = norm_modules(module), offload
+        self._offload = offload
         self.outers: list[RecomputedForward] = []
         self._num_running = 0
 
@@ -114,7 +115,8 @@ class RecomputedForward:
         """Runs the module's own forward as a segment."""
         if any(outer._num_running for outer in self.outers):
             return self._own_forward(*args, **kwargs)
-        return run_segment(self._counted_forward, args, kwargs, self._norms, None if self._offload else set())
+        offloaded = None if self._offload else set()
+        return run_segment(self._counted_forward, args, kwargs, [self._module], offloaded, name=self._name)
 
     def _counted_forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which takes no change of an object inside a segment

@@ -6,19 +6,18 @@ and backward; everything else a segment saves for backward is dropped and comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.random_streams import TRACKER, StreamState
+from fleet.strategies._shared.segment_state import BothRuns, SegmentState, is_new, modules_of
 
 
 def recompute(
@@ -54,9 +53,7 @@ def recompute(
         raise ConfigError(
             f"recompute(offload_indices={list(offload_indices)!r}): there are {len(args)} inputs, counted from 0."
         )
-    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    norms = norm_modules(module) if isinstance(module, nn.Module) else []
-    return run_segment(function, args, kwargs, norms, set(offload_indices), preserve_rng_state)
+    return run_segment(function, args, kwargs, None, set(offload_indices), preserve_rng_state)
 
 
 def recompute_sequential(
@@ -108,70 +105,54 @@ def run_segment(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    norms: Sequence[_NormBase],
+    modules: Sequence[nn.Module] | None = None,
     offloaded: set[int] | None = None,
     preserve_rng_state: bool = True,
     inputs: SegmentInputs | None = None,
+    name: str = "",
 ) -> Any:
     """Returns ``function(*args, **kwargs)`` as one segment; ``offloaded`` are places in ``args``, ``None`` is all.
 
-    ``inputs`` keeps the inputs until backward in another way than on the device or on the host.
+    ``modules`` run in it; ``None`` are those that the function takes. ``inputs`` keeps the inputs until backward in
+    another way than on the device or on the host.
+
+    Raises ConfigError in backward, the first times, when the second run gives another output.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    streams = TRACKER.get_states_tracker() if preserve_rng_state else {}
+    modules = modules_of(function) if modules is None else modules
     if torch.compiler.is_compiling():
-        again = SecondRun(norms, streams)
+        state = SegmentState(modules, preserve_rng_state)
 
-        # The compiler makes the statistics' update part of forward alone, and moves no memory to the host.
+        # The compiler makes the update of buffers part of forward alone, and moves no memory to the host.
         def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            if torch.compiler.is_compiling():
                 return function(*own_args, **own_kwargs)
-            # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled): this is backward.
-            with again:
+            # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled).
+            with state.again() if state.has_run else state.first():
                 return function(*own_args, **own_kwargs)
 
         return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     # torch looks for devices in what it is given, and finds none in a SegmentInputs.
-    again = SecondRun(norms, streams, gpu_states((args, kwargs)) if preserve_rng_state else {})
+    state = SegmentState(modules, preserve_rng_state, gpu_states((args, kwargs)) if preserve_rng_state else {})
+    name = name or getattr(function, "__qualname__", type(function).__name__)
+    both = BothRuns(name, modules, (args, kwargs)) if is_new(function, modules) else None
     inputs = SegmentInputs(args, kwargs, offloaded) if inputs is None else inputs
 
     def run(held: SegmentInputs) -> Any:
+        is_first = not state.has_run
         own_args, own_kwargs = held.take()
-        return function(*own_args, **own_kwargs)
+        with state.first() if is_first else state.again():
+            output = function(*own_args, **own_kwargs)
+        if both is not None:
+            both.note(output) if is_first else both.compare(output)
+        return output
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), again
-
-    result = checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts)
+    # Compared runs go on to their end; torch stops others at the last tensor that backward needs.
+    with nullcontext() if both is None else set_checkpoint_early_stop(False):
+        result = checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     inputs.set_aside()
     return result
-
-
-def norm_modules(module: nn.Module) -> list[_NormBase]:
-    """Returns the modules in ``module`` that keep running statistics."""
-    return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-
-
-class frozen_statistics:
-    """Keeps the running statistics of ``norms`` as they are: inside the context the modules update copies.
-
-    Copies and not a switch: backward saves the running statistics too, and must save as many tensors as forward did.
-    Several backward passes through one forward enter it one after the other.
-    """
-
-    def __init__(self, norms: Sequence[_NormBase]) -> None:
-        self._norms = norms
-        self._kept: list[list[dict[str, Tensor | None]]] = []
-
-    def __enter__(self) -> None:
-        self._kept.append([dict(norm._buffers) for norm in self._norms])
-        for norm in self._norms:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
-
-    def __exit__(self, *_: object) -> None:
-        for norm, buffers in zip(self._norms, self._kept.pop(), strict=True):
-            norm._buffers.update(buffers)
 
 
 def gpu_states(values: Any) -> dict[int, Tensor]:
@@ -180,40 +161,6 @@ def gpu_states(values: Any) -> dict[int, Tensor]:
         return {}
     devices = {t.get_device() for t in tree_leaves(values) if isinstance(t, Tensor) and t.device.type == "cuda"}
     return {index: torch.cuda.get_rng_state(index) for index in sorted({torch.cuda.current_device(), *devices})}
-
-
-class SecondRun:
-    """What a segment runs in when backward computes it again: random generators stand where they stood in forward.
-
-    Statistics of norms stay as they are. Several backward passes through one forward enter it one after the other.
-
-    Args:
-        norms: modules whose statistics stay.
-        streams: the random streams by name.
-        gpus: the states of the generators of GPUs; torch restores that of the CPU.
-    """
-
-    def __init__(
-        self, norms: Sequence[_NormBase], streams: dict[str, StreamState], gpus: Mapping[int, Tensor] | None = None
-    ) -> None:
-        self._statistics, self._streams, self._gpus = frozen_statistics(norms), streams, gpus or {}
-        self._kept: list[tuple[dict[str, StreamState], dict[int, Tensor]]] = []
-
-    def __enter__(self) -> None:
-        self._statistics.__enter__()
-        gpus = {index: torch.cuda.get_rng_state(index) for index in self._gpus}
-        self._kept.append((TRACKER.get_states_tracker() if self._streams else {}, gpus))
-        self._set(self._streams, self._gpus)
-
-    def __exit__(self, *error: object) -> None:
-        self._statistics.__exit__(*error)
-        self._set(*self._kept.pop())
-
-    def _set(self, streams: dict[str, StreamState], gpus: Mapping[int, Tensor]) -> None:
-        if self._streams:
-            TRACKER.set_states_tracker(streams)
-        for index, state in gpus.items():
-            torch.cuda.set_rng_state(state, index)
 
 
 class SegmentInputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fleet.strategies._shared.waiting import wait_for
 
-__all__ = ["begin_receiving", "begin_sending", "full_tensor", "gather_through_host", "needs_host"]
+__all__ = ["begin_receiving", "begin_sending", "full_tensor", "needs_host"]
 
 
 def needs_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -49,21 +49,11 @@ class _Arriving:
 
 def full_tensor(part: Any, *, grad_placements: Any = None) -> Tensor:
     """Returns the whole of ``part``, a DTensor, on its device; a collective call."""
-    gather = _TORCHS.get("full_tensor", type(part).full_tensor)
-    if not needs_host(part, part.device_mesh.get_group(0)) or not any(place.is_shard() for place in part.placements):
-        whole: Tensor = gather(part, grad_placements=grad_placements)
-        return whole
-    gathered: Tensor = gather(part.cpu(), grad_placements=grad_placements)
-    return gathered.to(part.device)
+    from torch.distributed.tensor import Replicate  # takes a second
 
-
-def gather_through_host() -> None:
-    """Makes ``full_tensor()`` of every DTensor this one: users call it on parameters that sharding has divided."""
-    from torch.distributed.tensor import DTensor  # takes a second
-
-    if not _TORCHS:
-        _TORCHS["full_tensor"] = DTensor.full_tensor
-        DTensor.full_tensor = full_tensor  # type: ignore[method-assign,assignment]
-
-
-_TORCHS: dict[str, Any] = {}
+    through_host = needs_host(part, part.device_mesh.get_group(0)) and any(
+        place.is_shard() for place in part.placements
+    )
+    gathered = (part.cpu() if through_host else part).redistribute(placements=[Replicate()] * part.device_mesh.ndim)
+    whole: Tensor = gathered.to_local(grad_placements=grad_placements)
+    return whole.to(part.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.strategies._shared.segments import norm_modules, run_segment
+from fleet.strategies._shared.segments import run_segment
 from fleet.strategies.pipeline.cut import Method, plan_cut
 
 if TYPE_CHECKING:
@@ -270,8 +270,8 @@ class StagedLayers(nn.Module):
         modules = [module for _, module in runners if module is not None]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
             return run(value)
-        norms = [norm for module in modules for norm in norm_modules(module)]
-        return run_segment(run, (value,), {}, norms, None if self._offload else set())
+        offloaded = None if self._offload else set()
+        return run_segment(run, (value,), {}, modules, offloaded, name="a segment of recompute_interval")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for loss in self.loss_functions:

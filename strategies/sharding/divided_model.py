@@ -43,8 +43,8 @@ from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._gradients.passes import outside_graphs, passes_of
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.part_rules import keep_part_rules
 from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
-from fleet.strategies._shared.through_host import gather_through_host
 from fleet.strategies.sharding.unit_order import AgreedGather, AgreedReduce, UnitOrder
 
 
@@ -117,6 +117,7 @@ class DividedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
+        self._follow_memory()
         if torch.is_grad_enabled() and self.training:
             self._share_buffers()
         try:
@@ -138,6 +139,18 @@ class DividedModule(nn.Module):
         """Gives up every gathered parameter; the module holds its parts only."""
         for root in self._roots:
             root.reshard()
+
+    @outside_graphs
+    def _follow_memory(self) -> None:
+        """Gathers from where the parts are now: a conversion of one layer there and back has moved them."""
+        for root in self._roots:
+            state: Any = root._get_fsdp_state()
+            units = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for unit in filter(None, units):
+                for one in unit.fsdp_params:
+                    own = one.sharded_param._local_tensor
+                    if own.numel() and own.data_ptr() != one._sharded_param_data.data_ptr():
+                        one.reset_sharded_param()
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -354,8 +367,7 @@ def divide_model(
     on_cuda = division.mesh.device_type == "cuda"
     for parameter in old.values():
         parameter.data = parameter.data.contiguous()  # channels_last weights; convolutions follow their inputs
-    if on_cuda:
-        gather_through_host()
+    keep_part_rules(division.mesh, division.divisor or division.mesh.size())
     policy = CPUOffloadPolicy() if division.offload and on_cuda else OffloadPolicy()
     named = dict(module.named_modules(remove_duplicate=False))
     for target in [*(named[name] for name in units), module]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fleet.errors import ConfigError
-from fleet.strategies._shared.segments import OnHost, SegmentInputs, norm_modules, run_segment, worth_moving
+from fleet.strategies._shared.segments import OnHost, SegmentInputs, run_segment, worth_moving
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.regions import gathered
 
@@ -44,17 +44,15 @@ def recompute_hybrid(ctx: Mapping[str, Any], function: Callable[..., Any], *args
         )
     group = place_in(ctx["mp_group"], "recompute_hybrid").group
     partition, offload = bool(ctx.get("partition", False)), bool(ctx.get("offload", False))
-    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    norms = norm_modules(module) if isinstance(module, nn.Module) else []
     if not partition or group is None or not torch.is_grad_enabled():
-        return run_segment(function, args, kwargs, norms, None if offload else set())
+        return run_segment(function, args, kwargs, None, None if offload else set())
     for place, value in enumerate(args):
         if isinstance(value, Tensor) and value.numel() % group.size():
             raise ConfigError(
                 f"recompute_hybrid(partition=True): input {place} of shape {tuple(value.shape)} has {value.numel()} "
                 f"elements, which {group.size()} workers cannot divide equally. Set partition to False."
             )
-    return run_segment(function, args, kwargs, norms, inputs=SharedInputs(args, kwargs, group, offload))
+    return run_segment(function, args, kwargs, inputs=SharedInputs(args, kwargs, group, offload))
 
 
 class SharedInputs(SegmentInputs):

@@ -11,7 +11,7 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._shared.segments import OnHost, SegmentInputs, frozen_statistics, recompute, recompute_sequential
+from fleet.strategies._shared.segments import OnHost, SegmentInputs, recompute, recompute_sequential
 from fleet.strategies.recompute import Recompute, RecomputeConfig, check_patterns
 from tests.helpers.workers import run_workers
 
@@ -120,18 +120,6 @@ def test_the_named_modules_run_twice() -> None:
     with torch.no_grad():
         net(torch.randn(1, 4, 6, 6))
     assert net.layer1.runs == 3
-
-
-def test_frozen_statistics() -> None:
-    """Inside the context the running statistics stay; in evaluation mode they are still what the norm computes with."""
-    norm = nn.BatchNorm1d(2)
-    before = copy.deepcopy(norm.state_dict())
-    with frozen_statistics([norm]):
-        norm(torch.randn(4, 2))
-    torch.testing.assert_close(dict(norm.state_dict()), dict(before), atol=0, rtol=0)
-    norm.eval().running_mean.fill_(5.0)
-    with frozen_statistics([norm]):
-        assert norm(torch.full((3, 2), 5.0)).abs().max() < 1e-3
 
 
 def test_unknown_names_raise_with_the_nearest() -> None:

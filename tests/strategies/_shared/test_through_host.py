@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fleet.meta_parallel import attention_ring
 from fleet.strategies._shared import through_host
+from fleet.strategies._shared.part_rules import keep_part_rules
 from fleet.strategies._shared.parts import whole_state
 from fleet.strategies._shared.through_host import (
     begin_receiving,
     begin_sending,
     full_tensor,
-    gather_through_host,
     needs_host,
 )
 from tests.helpers.workers import run_workers
@@ -70,9 +70,9 @@ def penalty(rank: int, world_size: int) -> tuple[Any, ...]:
         return True
 
     through_host.needs_host = counts
-    gather_through_host()
-    gather_through_host()  # a second model
     mesh = init_device_mesh("cpu", (2,))
+    keep_part_rules(mesh, 2)
+    keep_part_rules(mesh, 2)  # a second model
     part = DTensor.from_local(torch.full((1, 2), rank + 1.0), mesh, [Shard(0)]).requires_grad_()
     value = part.full_tensor().square().sum()
     value.backward()
