@@ -56,7 +56,10 @@ class Recompute(Strategy):
     model_effect = "computes the modules in recompute_configs['checkpoints'] a second time in backward"
     guide = Guide(
         when="Activations do not fit into memory. Name the blocks that repeat.",
-        cost="The named modules compute forward twice: about a third more time where they are all of the model.",
+        cost="The named modules compute forward twice: about a third more time where they are all of the model. "
+        "The second run finds the buffers and the random generators of the first, and leaves no trace; a module whose "
+        "second run gives another output (draws from numpy, a counter that is no buffer) is refused in the first "
+        "backward passes.",
         formula="gradients are bit-equal to those without it",
         source="Chen et al., 2016, arXiv 1604.06174",
         example={"recompute": True, "recompute_configs": {"checkpoints": ["layer1"]}},
@@ -115,7 +118,7 @@ class RecomputedForward:
         """Runs the module's own forward as a segment."""
         if any(outer._num_running for outer in self.outers):
             return self._own_forward(*args, **kwargs)
-        offloaded = None if self._offload else set()
+        offloaded: set[int] | None = None if self._offload else set()
         return run_segment(self._counted_forward, args, kwargs, [self._module], offloaded, name=self._name)
 
     def _counted_forward(self, *args: Any, **kwargs: Any) -> Any:

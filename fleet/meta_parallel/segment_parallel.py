@@ -80,8 +80,8 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     The value is that of the whole sequence, on every worker. In backward each worker's tokens contribute their share:
     gradients are summed over sep and cp, so a mean over a worker's own tokens would make them as many times too large
     as the sequence has parts, and no error would say so. A term that every worker computes whole, such as a penalty on
-    the weights, is added as ``sequence_mean(penalty, 1)`` for the same reason; as it is where it takes
-    ``p.full_tensor()``, in sharding stages 2 and 3, whose gradients are those of the whole already.
+    the weights, is added as ``sequence_mean(penalty, 1)`` for the same reason, also where it takes ``p.full_tensor()``
+    in sharding stages 2 and 3.
 
     Args:
         loss_sum: the sum of the loss over this worker's tokens.

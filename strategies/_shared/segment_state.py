@@ -88,7 +88,7 @@ class SegmentState:
             self._streams = TRACKER.get_states_tracker()
         yield
         for module, buffers in before:
-            found = {name: _ABSENT for name in module._buffers if name not in buffers}
+            found: dict[str, Tensor | None] = {name: _ABSENT for name in module._buffers if name not in buffers}
             for name, (buffer, version, copy) in buffers.items():
                 if _version(buffer) != version:
                     found[name] = copy
@@ -170,8 +170,8 @@ class BothRuns:
         """Returns what a forward may change beside buffers and torch's generators, by what a change of it means."""
         found: dict[str, Any] = {"it draws from the module random": random.getstate()}
         if numpy := sys.modules.get("numpy"):
-            name, keys, *place = numpy.random.get_state()
-            found["it draws from numpy.random"] = (name, keys.tobytes(), *place)
+            state = tree_leaves(numpy.random.get_state(legacy=False))
+            found["it draws from numpy.random"] = [one.tobytes() if hasattr(one, "tobytes") else one for one in state]
         for module in self._modules:
             for name, value in vars(module).items():
                 if isinstance(value, int | float | str):

@@ -30,8 +30,8 @@ def recompute(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``, whose activations are computed again in backward.
 
-    Random numbers (dropout) are the same both times, those of the streams of ``get_rng_state_tracker()`` too, and
-    batch-norm statistics are updated once. Inputs need no gradient.
+    The second run finds the buffers and the random generators of the first (also those of ``get_rng_state_tracker()``
+    and those that modules hold), and what the first run changed stays. Inputs need no gradient.
 
     Args:
         function: a module or a function.
@@ -43,7 +43,8 @@ def recompute(
         kwargs: handed to ``function``.
 
     Raises:
-        ConfigError: an offload index is out of range.
+        ConfigError: an offload index is out of range; or, in one of the first backward passes, the second run gives
+            another output, as one that draws from numpy does.
 
     Example:
         >>> y = fleet.recompute(block, x)
@@ -122,17 +123,7 @@ def run_segment(
         return function(*args, **kwargs)
     modules = modules_of(function) if modules is None else modules
     if torch.compiler.is_compiling():
-        state = SegmentState(modules, preserve_rng_state)
-
-        # The compiler makes the update of buffers part of forward alone, and moves no memory to the host.
-        def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return function(*own_args, **own_kwargs)
-            # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled).
-            with state.again() if state.has_run else state.first():
-                return function(*own_args, **own_kwargs)
-
-        return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+        return _run_traced(function, args, kwargs, SegmentState(modules, preserve_rng_state), preserve_rng_state)
     # torch looks for devices in what it is given, and finds none in a SegmentInputs.
     state = SegmentState(modules, preserve_rng_state, gpu_states((args, kwargs)) if preserve_rng_state else {})
     name = name or getattr(function, "__qualname__", type(function).__name__)
@@ -153,6 +144,20 @@ def run_segment(
         result = checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     inputs.set_aside()
     return result
+
+
+def _run_traced(function: Any, args: Any, kwargs: Any, state: SegmentState, preserve_rng_state: bool) -> Any:
+    """Does what ``run_segment`` does while the compiler reads it."""
+
+    # The compiler makes the update of buffers part of forward alone, and moves no memory to the host.
+    def compiled(*own_args: Any, **own_kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*own_args, **own_kwargs)
+        # It gave the segment up (a unit of sharding in it, or a line that cannot be compiled).
+        with state.again() if state.has_run else state.first():
+            return function(*own_args, **own_kwargs)
+
+    return checkpoint(compiled, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
 def gpu_states(values: Any) -> dict[int, Tensor]:

@@ -270,7 +270,7 @@ class StagedLayers(nn.Module):
         modules = [module for _, module in runners if module is not None]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
             return run(value)
-        offloaded = None if self._offload else set()
+        offloaded: set[int] | None = None if self._offload else set()
         return run_segment(run, (value,), {}, modules, offloaded, name="a segment of recompute_interval")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -43,8 +43,8 @@ from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._gradients.passes import outside_graphs, passes_of
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.part_rules import keep_part_rules
 from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
+from fleet.strategies.sharding.part_rules import keep_part_rules
 from fleet.strategies.sharding.unit_order import AgreedGather, AgreedReduce, UnitOrder
 
 
@@ -139,6 +139,11 @@ class DividedModule(nn.Module):
         """Gives up every gathered parameter; the module holds its parts only."""
         for root in self._roots:
             root.reshard()
+
+    def check_memory(self) -> None:
+        """Raises ConfigError when a gathered parameter was written or moved, which its part would not see."""
+        for hooks in self._gathered:
+            hooks.check_memory()
 
     @outside_graphs
     def _follow_memory(self) -> None:
@@ -258,14 +263,18 @@ class GatheredUnit:
         self._hooked: dict[int, Tensor] = {}
         self._count_passes = count_passes
         self._arrived_in: dict[int, int] = {}  # the pass that brought the gradient of a place last
+        self._memories: dict[int, tuple[Tensor, tuple[int, int], str]] = {}
 
     @outside_graphs
     def __call__(self, unit: nn.Module, inputs: Any) -> None:
         """Looks at the parameters that are gathered now; torch keeps the same tensors from step to step."""
+        self.check_memory()
         for place, (module, name, part) in enumerate(self._parts):
             gathered = module._parameters[name]
             if gathered is None or gathered is part:
                 continue
+            label = f"{name!r} of a {type(module).__name__}"
+            self._memories.setdefault(id(gathered), (gathered, _memory(gathered), label))
             mark_gathered(gathered, part)
             # It may have been frozen or unfrozen since it was gathered first. torch reduces no empty gradient.
             trains = part.requires_grad and part.numel() > 0
@@ -328,6 +337,20 @@ class GatheredUnit:
                 gathered.grad = None
         for place, (_, _, part) in enumerate(self._parts):
             self.arrived &= ~((part in parts) << place)
+
+    def check_memory(self) -> None:
+        """Raises ConfigError when a gathered parameter was written or moved, which its part would not see."""
+        for gathered, memory, label in self._memories.values():
+            if _memory(gathered) != memory:
+                raise ConfigError(
+                    f"{label} was written or converted between a forward and step(), while sharding had it gathered: "
+                    "the parts, which step() updates, would not see it. Do it after step(), or write into the "
+                    "parameters that model.parameters() gives."
+                )
+
+
+def _memory(gathered: Tensor) -> tuple[int, int]:
+    return gathered.untyped_storage()._cdata, gathered._version
 
 
 def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
@@ -429,6 +452,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Updates this worker's parts; returns the closure's loss."""
         # A forward without a backward may have left gathered copies, which this update would not reach.
         for divided in self._divided:
+            divided.check_memory()
             divided.reshard()
         return super().step(closure)
 

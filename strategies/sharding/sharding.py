@@ -115,12 +115,14 @@ class Sharding(StepCounter):
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
         cost="Stage 1 sends the parameters once per step in addition to the gradients; stage 3 gathers them twice per "
         "batch. In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
-        "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. Change "
-        "parameters and gradients in place there (p.data.copy_(...), p.grad.mul_(...)): what is assigned to .data is "
-        "not seen. A gradient penalty (backward through torch.autograd.grad(..., create_graph=True)) and a second "
-        "backward of one forward need stage 1: in stages 2 and 3 the gathered parameters are gone by then. Every "
-        "worker must use the same parameters there, unless find_unused_parameters is set; with it, they gather the "
-        "whole model for a batch, and reduce its gradients after backward.",
+        "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. The "
+        "gradient of p.full_tensor() is exchanged as all others are, so a loss may use it with the worker's own rows. "
+        "What is assigned to .data is written into the part. A norm of a part is spread over the workers: "
+        "p.grad.norm().item() is refused, p.grad.norm().full_tensor().item() is the number. A gradient penalty "
+        "(backward through torch.autograd.grad(..., create_graph=True)) and a second backward of one forward need "
+        "stage 1: in stages 2 and 3 the gathered parameters are gone by then. Every worker must use the same "
+        "parameters there, unless find_unused_parameters is set; with it, they gather the whole model for a batch, "
+        "and reduce its gradients after backward.",
         formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
         "8P + 12P/N, 3: 16P/N bytes and the largest unit",
         source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",

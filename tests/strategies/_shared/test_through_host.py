@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fleet.meta_parallel import attention_ring
 from fleet.strategies._shared import through_host
-from fleet.strategies._shared.part_rules import keep_part_rules
 from fleet.strategies._shared.parts import whole_state
 from fleet.strategies._shared.through_host import (
     begin_receiving,
@@ -19,6 +18,7 @@ from fleet.strategies._shared.through_host import (
     full_tensor,
     needs_host,
 )
+from fleet.strategies.sharding.part_rules import keep_part_rules
 from tests.helpers.workers import run_workers
 
 

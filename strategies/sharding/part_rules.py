@@ -49,7 +49,7 @@ def _full_tensor(part: DTensor, *, grad_placements: Any = None) -> Tensor:
 
 @torch.no_grad()
 def _exchanged(gradient: Tensor, mesh: Any) -> Tensor:
-    total = gradient / _divisors.get(mesh, mesh.size())
+    total: Tensor = gradient / _divisors.get(mesh, mesh.size())
     for dim in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dim))
     return total
