@@ -87,7 +87,7 @@ PLANS: dict[str, dict[str, str]] = {
     "Wide": {"0": "column", "2": "row", "4": "row_split"},
 }
 # A measure of a gradient by hand sees the part that the worker holds.
-WHOLE_GRADIENTS = ("measured",)
+WHOLE_GRADIENTS = ("measured", "clip_by_hand")
 SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n not in (COMPILED, *DIVIDING))
 NAMES = [*SWITCHES, *SETTINGS]
 REFUSED_WITH = {"localsgd", "adaptive_localsgd", "dgc", "asp", "qat"}  # beside a plan; each has a test of its own
@@ -250,7 +250,8 @@ KNOWN = {*VALUES, "asp", "sync_batch_norm", "check_nan_inf", "cudnn_exhaustive_s
 def torch_refuses(made: Composition) -> bool:
     """Returns whether the script itself mixes divided parameters with whole tensors, which torch refuses."""
     stage = made.options.get("sharding_configs", {}).get("stage", 1) if made.workers > 1 else 1
-    return stage > 1 and (made.model == "Penalty" or made.loop == "measured")
+    searched = made.model == "Outer" and bool(made.options.get("find_unused_parameters"))  # what forward does not use
+    return searched or (stage > 1 and (made.model == "Penalty" or made.loop == "measured"))
 
 
 def tolerance(made: Composition) -> float:

@@ -218,6 +218,19 @@ def clip(job: Job) -> None:
         turn.step()
 
 
+@loop(clip=CLIP, clears_first=True)
+def clip_by_hand(job: Job) -> None:
+    for number, turn in job:
+        turn.zero_grad()
+        turn.loss(number).backward()
+        for model in turn.models:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = sum(g.norm().item() ** 2 for g in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(min(1.0, CLIP / (norm + 1e-6)))
+        turn.step()
+
+
 def clip_before_step(optimizer: Any, *unused: Any) -> None:
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP)
 

@@ -124,6 +124,46 @@ class Penalty(Example):
         return F.mse_loss(nets[0](x), y) + 0.02 * sum(p.square().sum() for p in nets[0].parameters())
 
 
+class Outer(Example):
+    """A head that the loss reads and the model does not call, as fused losses do."""
+
+    def nets(self) -> list[nn.Module]:
+        return [Outer.Net()]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.first(x))
+
+    block = "first"
+
+    def loss(self, nets: list[Any], x: Tensor, y: Tensor) -> Tensor:
+        head = nets[0].head
+        weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in (head.weight, head.bias))
+        return F.mse_loss(F.linear(nets[0](x), weight, bias), y)
+
+
+class Impure(Example):
+    """A block that changes its buffers: the vectors of a spectral norm, and a counter that scales."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.runs = self.runs + 1
+            return torch.tanh(self.layer(x)) * (1 + 1 / (1 + self.runs))
+
+    def nets(self) -> list[nn.Module]:
+        return [nn.Sequential(Impure.Block(), nn.Linear(16, 4))]
+
+
 class Frozen(Example):
     """A first layer that is not trained."""
 
@@ -198,6 +238,6 @@ class Wide(Example):
 MODELS: dict[str, type[Example]] = {
     kind.__name__: kind
     for kind in (
-        Mlp, ConvNorm, Attention, Tied, Listed, Outside, Penalty, Frozen, Thawed, Chain, Alternating, Gan, Wide
+        Mlp, ConvNorm, Attention, Tied, Listed, Outside, Penalty, Outer, Impure, Frozen, Thawed, Chain, Alternating, Gan, Wide
     )
 }  # fmt: skip
