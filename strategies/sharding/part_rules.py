@@ -77,10 +77,10 @@ def _data(part: DTensor) -> Tensor:
 
 def _assign(part: DTensor, value: Any) -> None:
     """Writes ``value`` into the memory of ``part``; torch would change an object that nothing reads."""
-    if not isinstance(value, DTensor) or (value.shape, value.dtype, value.device_mesh) != (
-        part.shape, part.dtype, part.device_mesh
-    ):  # fmt: skip
-        found = f"{type(value).__name__} of shape {list(value.shape)} and type {value.dtype}"
+    kinds = [(one.shape, one.dtype, one.device_mesh) for one in (part, value) if isinstance(one, DTensor)]
+    if len(kinds) < 2 or kinds[0] != kinds[1]:
+        shown = f" of shape {list(value.shape)} and type {value.dtype}" if isinstance(value, Tensor) else ""
+        found = f"{type(value).__name__}{shown}"
         raise ConfigError(
             f"{user_line()}: .data of a sharded tensor of shape {list(part.shape)} and type {part.dtype} was assigned "
             f"a {found}. Assign what was computed from .data itself, in its shape and type; load whole tensors with "

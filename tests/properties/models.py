@@ -238,6 +238,7 @@ class Wide(Example):
 MODELS: dict[str, type[Example]] = {
     kind.__name__: kind
     for kind in (
-        Mlp, ConvNorm, Attention, Tied, Listed, Outside, Penalty, Outer, Impure, Frozen, Thawed, Chain, Alternating, Gan, Wide
+        Mlp, ConvNorm, Attention, Tied, Listed, Outside, Penalty, Outer, Impure, Frozen, Thawed, Chain, Alternating,
+        Gan, Wide,
     )
 }  # fmt: skip
