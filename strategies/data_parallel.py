@@ -10,15 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.job.axes import COPY_AXES
+from fleet.job.listener import Listener
+from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, JobKind, Stage, top_level
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import Passes, passes_of
 from fleet.strategies._shared.experts import expert_names, is_expert
@@ -82,12 +85,19 @@ class DataParallelJob(JobKind):
         """Starts without models."""
         super().__init__(config, job)
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
+        self._buffers = SharedBuffers(job)
+        job.listeners.add(self._buffers)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns a DistributedDataParallel module; parameters and buffers then equal rank 0's everywhere."""
         copies = self.job.axes.group(*COPY_AXES)
-        if copies is None or not any(_can_train(p) for p in model.parameters()):
-            return model  # nothing to exchange, or nobody to exchange with
+        if copies is None:
+            return model  # nobody to exchange with
+        if not any(map(_can_train, model.parameters())):
+            experts = {*expert_names(model)}  # nothing else to exchange
+            held = [*model.named_parameters(), *model.named_buffers()]
+            broadcast_from_rank_0([tensor for name, tensor in held if name not in experts], copies)
+            return model
         # They are exchanged by the layer that holds them, see [Note: Who holds what].
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(model))
         job, parameters = self.job, {id(p) for p in model.parameters()}
@@ -118,6 +128,46 @@ class DataParallelJob(JobKind):
         wrapped = data_parallel_in(model)
         if wrapped is not None:
             _follow(wrapped, came=bool(added))
+
+    def close(self) -> None:
+        """Shares buffers no longer."""
+        self.job.listeners.remove(self._buffers)
+
+
+class SharedBuffers(Listener):
+    """Keeps buffers as worker 0 has them where DistributedDataParallel, which sends them before a forward, does not.
+
+    It does not where nothing trains, nor where a model had no buffers when it was wrapped.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._names: WeakKeyDictionary[WrappedModel, list[str]] = WeakKeyDictionary()
+
+    def model_wrapped(self, model: WrappedModel) -> None:
+        """Sends the buffers that every worker has."""
+        experts = {*expert_names(model.module)}
+        self._names[model] = [name for name, _ in model.named_buffers() if name not in experts]
+
+    def structure_changed(self, model: WrappedModel, added: Mapping[str, nn.Parameter]) -> None:
+        """Sends buffers that were registered later, too."""
+        self.model_wrapped(model)
+        if (wrapped := data_parallel_in(model._chain)) is not None:
+            wrapped._assign_modules_buffers()
+
+    def before_forward(self, model: WrappedModel) -> None:
+        """Makes the buffers of a model in which nothing trains worker 0's, before a forward that trains."""
+        wrapped, group = data_parallel_in(model._chain), self._job.axes.group(*COPY_AXES)
+        names = self._names.get(model)
+        if not (names and group and model.training and torch.is_grad_enabled()):
+            return
+        if wrapped is None or wrapped._delay_all_reduce_all_params:
+            held = dict(model.named_buffers())
+            broadcast_from_rank_0([held[name] for name in names if name in held], group)
+
+    def before_join(self) -> None:
+        """Sends none: workers may call the model different numbers of times from now on."""
+        self._job.listeners.put_to_sleep(self)
 
 
 class SummedOnce:

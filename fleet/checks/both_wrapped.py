@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
@@ -19,6 +23,21 @@ class BothWrapped(Listener):
 
     def __init__(self, job: Job) -> None:
         self._job = job
+
+    def before_wrap(self, module: nn.Module) -> None:
+        """Raises ConfigError where another wrapper in ``module`` exchanges its gradients already."""
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import
+        kinds = (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, *_kinds_of(fsdp))
+        own = {id(part) for model in self._job.models for part in model.module.modules()}
+        for name, part in module.named_modules():
+            if isinstance(part, kinds) and id(part) not in own:
+                kind = next(kind.__name__ for kind in kinds if isinstance(part, kind))
+                raise ConfigError(
+                    f"fleet.distributed_model(): {repr(name) if name else 'the module'} is torch's {kind}, whose "
+                    "exchange of gradients and Fleet's would be in each other's way. Pass the plain module: "
+                    "fleet.distributed_model() does what DistributedDataParallel does, and strategy.sharding with "
+                    "sharding_configs['stage'] = 3 does what FSDP does."
+                )
 
     def before_forward(self, model: WrappedModel) -> None:
         """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none."""
@@ -48,3 +67,7 @@ class BothWrapped(Listener):
 def wraps_optimizers(strategy: Strategy) -> bool:
     """Returns whether ``strategy`` acts in the optimizer."""
     return type(strategy).wrap_optimizer is not Strategy.wrap_optimizer
+
+
+def _kinds_of(fsdp: Any) -> tuple[type, ...]:
+    return fsdp.FullyShardedDataParallel, fsdp.FSDPModule

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from fleet.checks.comparison import digest, listed_ranks
 from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
@@ -24,9 +23,6 @@ from fleet.job.listener import Listener
 from fleet.job.whereabouts import named
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
-from fleet.strategies._shared.optimizer_wrapper import wrapper_in
-from fleet.strategies._shared.parts import is_part
-from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_dict(state) on all of them"
 
@@ -111,7 +107,7 @@ class EqualStates(Listener):
             f"a step of optimizer {number}, which compares the workers' states", bool(place), place, sums, is_first
         )
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
-        if self._watched.trains_locally or _divides(watch.optimizer):
+        if self._watched.trains_locally or watch.divides():
             is_wrong = 0 < len(loaded) < len(found)
         else:
             is_wrong = None in found or self._differ(self._watched.said or found)
@@ -186,9 +182,3 @@ class EqualStates(Listener):
     def _differ(self, said: list[Any]) -> bool:
         """Returns whether workers that hold the same part of the model, anywhere on the mesh, differ."""
         return bool(group_that_differs(said, self._job.axes, "digest", *COPY_AXES))
-
-
-def _divides(optimizer: Optimizer) -> bool:
-    """Returns whether each worker has a shard of the optimizer's state."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return wrapper_in(optimizer, PartitionedOptimizer) is not None or any(is_part(p) for p in parameters)

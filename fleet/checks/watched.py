@@ -23,9 +23,10 @@ from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._shared.experts import is_expert
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import is_part, local
+from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _TRAINS = attrgetter("requires_grad")
 _KIND = attrgetter("dtype", "device")
@@ -200,22 +201,32 @@ class OptimizerWatch:
         first = next(gradients, None)
         return None if first is None else (first, first._version)
 
+    def divides(self) -> bool:
+        """Returns whether each worker has a shard of the state."""
+        return wrapper_in(self.optimizer, PartitionedOptimizer) is not None or any(
+            map(is_part, self.optimizer.parameters())
+        )
+
+    def settings(self) -> dict[str, str]:
+        """Returns the class and the settings of the groups."""
+        found = {"the class": type(self.user_optimizer).__name__}
+        for number, group in enumerate(self.optimizer.param_groups):
+            found |= {f"{key} of group {number}": repr(value) for key, value in group.items() if key != "params"}
+        return found
+
+    def state(self, kinds: Any, only: str = "") -> dict[str, Any]:
+        """Returns the entries of the state that are of ``kinds``; with ``only``, those of this key."""
+        return {
+            f"{key} of parameter {place}": value
+            for place, parameter in enumerate(self.optimizer.parameters())
+            if parameter in self.optimizer.state
+            for key, value in self.optimizer.state[parameter].items()
+            if isinstance(value, kinds) and only in ("", key)
+        }
+
     def sums(self) -> dict[str, Any]:
         """Returns a checksum of each tensor of the state, the numbers in it, and the settings of the groups."""
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {"the class": type(self.user_optimizer).__name__}
-        for number, group in enumerate(self.optimizer.param_groups):
-            settings = {key: value for key, value in group.items() if key != "params"}
-            values |= {f"{key} of group {number}": repr(value) for key, value in settings.items()}
-        state = self.optimizer.state
-        for place, parameter in enumerate(self.optimizer.parameters()):
-            for key, value in state[parameter].items() if parameter in state else ():
-                name = f"{key} of parameter {place}"
-                if isinstance(value, Tensor):
-                    tensors[name] = value
-                elif isinstance(value, bool | int | float | str):
-                    values[name] = value
-        return {**values, **checksums(tensors)}
+        return {**self.settings(), **self.state(bool | int | float | str), **checksums(self.state(Tensor))}
 
 
 def _is_even(part: Any) -> bool:

@@ -147,6 +147,22 @@ class RollCall:
         finally:
             self._meeting = None
 
+    def post(self, topic: str, text: str) -> None:
+        """Says ``text`` about ``topic``, which others may read from now on; an empty text withdraws it."""
+        with contextlib.suppress(dist.DistError):  # rank 0 has ended; the next exchange says so
+            if text:
+                self._store.set(f"{topic}/{self.global_rank}", text)
+            else:
+                self._store.delete_key(f"{topic}/{self.global_rank}")
+
+    def posted(self, topic: str, ranks: Sequence[int]) -> list[str]:
+        """Returns what each of ``ranks`` says about ``topic``; an empty list where one says nothing yet."""
+        names = [f"{topic}/{rank}" for rank in ranks]
+        with contextlib.suppress(dist.DistError):
+            if self._store.check(names):
+                return [text.decode() for text in self._store.multi_get(names)]
+        return []
+
     def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
         """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
         self._error = error

@@ -14,6 +14,7 @@ from fleet._addresses import means_itself
 from fleet._log import LOGGER, show_log
 from fleet.checks.both_wrapped import BothWrapped
 from fleet.checks.changed_parameters import ChangedParameters
+from fleet.checks.copies import Copies
 from fleet.checks.equal_states import EqualStates
 from fleet.checks.exchanged_gradients import ExchangedGradients
 from fleet.checks.raw_steps import RawSteps
@@ -111,6 +112,7 @@ def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
     states = EqualStates(watched)
     add(states)
     add(ExchangedGradients(watched, states.compare_optimizer))
+    add(Copies(watched))
     add(RawSteps(watched))
     add(SameSequences(job))
     add(SameRows(job))
