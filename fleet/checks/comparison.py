@@ -56,7 +56,7 @@ def _sums(chunk: list[Tensor]) -> Tensor:
 
 def _words(chunk: list[Tensor]) -> Tensor:
     """Returns the bytes of ``chunk`` as words of 8 bytes; each tensor begins a word."""
-    if len(chunk) == 1 and not (chunk[0].numel() | chunk[0].storage_offset()) % 8:
+    if len(chunk) == 1 and chunk[0].numel() % 8 == 0 and chunk[0].storage_offset() % 8 == 0:
         return chunk[0].view(torch.int64)
     padded = [part for flat in chunk for part in (flat, flat.new_zeros(-flat.numel() % 8)) if part.numel()]
     return torch.cat(padded or chunk).view(torch.int64)

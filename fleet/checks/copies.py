@@ -57,6 +57,7 @@ class Copies(Listener):
         self._only_counts = False
         self._posted: Posted | None = None
         self._old: list[int] = []  # updates whose posts are in the store
+        self._has_warned = False
         self._unlike = ""  # in what the devices of the workers differ
         self._buffers: dict[WrappedModel, dict[str, str]] = {}  # those that are worker 0's everywhere
 
@@ -122,11 +123,11 @@ class Copies(Listener):
         update = self._updates
         tensors, along_mp = self._copies()
         sums: dict[str, Any] = self._settings() | checksums(tensors)
-        said = {
+        said: dict[str, Any] = {
             "digest": digest(sums),
             "along mp": digest({name: sums[name] for name in along_mp}),
             "device": self._device(),
-            "buffers": digest(dict(enumerate(_layout(model) for model in self._watched.models))),
+            "buffers": digest({f"{n}": _layout(model) for n, model in enumerate(self._watched.models)}),
         }
         if update == 1 or self._unlike:
             parameters = [tensor for name, tensor in tensors.items() if tensor.is_floating_point()]
@@ -189,15 +190,17 @@ class Copies(Listener):
                 return
             same_rows = same_rows or rows
             devices = [row["device"] for row in rows]
-            self._unlike = self._unlike or next((f"{a} and {b}" for a, b in _pairs(devices) if a != b), "")
+            self._unlike = self._unlike or next((_difference(a, b) for a, b in _pairs(devices) if a != b), "")
             if len({row[kind] for row in rows}) > 1:
                 self._posted = None
-                self._tell_apart(posted, ranks, rows)
+                self._tell_apart(posted, ranks, rows, is_over)
         self._posted, self._equal_after = None, update
         if is_over and len({row["buffers"] for row in same_rows}) == 1:
             self._take_in_buffers()
 
-    def _tell_apart(self, posted: Posted, ranks: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+    def _tell_apart(
+        self, posted: Posted, ranks: Sequence[int], rows: Sequence[Mapping[str, Any]], is_over: bool
+    ) -> None:
         """Raises ConfigError, or warns where devices differ and the copies are near each other."""
         values = self._read(f"copies/{posted.update}/sums", ranks)
         name = first_difference([dict(zip(posted.names, row, strict=False)) for row in values])
@@ -217,13 +220,17 @@ class Copies(Listener):
             distance = max(distance_of(a, b) for a, b in _pairs(sketches))
             if distance <= _TOLERANCE:
                 self._equal_after = posted.update
-                warnings.warn(
-                    f"{text}They are {distance:.1g} of their size apart, as rounding makes them on different devices: "
-                    f"{self._unlike}. Above {_TOLERANCE:g} the job stops.",
-                    OptionWarning,
-                    stacklevel=5,
-                )
+                if not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"{text}They are {distance:.1g} of their size apart, as rounding makes them on different "
+                        f"devices: {self._unlike}. Above {_TOLERANCE:g} the job stops.",
+                        OptionWarning,
+                        stacklevel=5,
+                    )
                 return
+        if is_over and self._job.roll_call is not None:  # the others come to the same end
+            self._job.roll_call.leave_topic(f"copies/{posted.update}", len(ranks))
         raise ConfigError(text + _ADVICE)
 
     def _read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
@@ -262,6 +269,10 @@ def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [(rows[0], row) for row in rows[1:]]
+
+
+def _difference(one: Sequence[str], other: Sequence[str]) -> str:
+    return "; ".join(f"{a} and {b}" for a, b in zip(one, other, strict=True) if a != b)
 
 
 def _layout(model: WrappedModel) -> dict[str, str]:

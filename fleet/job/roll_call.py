@@ -163,6 +163,13 @@ class RollCall:
                 return [text.decode() for text in self._store.multi_get(names)]
         return []
 
+    def leave_topic(self, topic: str, count: int) -> None:
+        """Says that this worker, about to raise, has read ``topic``; on rank 0 returns when ``count`` workers have."""
+        with contextlib.suppress(dist.DistError):
+            self._store.add(f"{topic}/read", 1)
+            if self.global_rank == 0:
+                self._await_readers(topic, count)
+
     def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
         """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
         self._error = error
@@ -273,12 +280,15 @@ class RollCall:
 
     def refuse(self, ranks: Sequence[int], text: str) -> None:
         """Has ``ranks``, which wait for this worker in the next call of all, raise ``text``; it ends afterwards."""
-        key, deadline = f"{self._number}/refused", time.monotonic() + _BREAK_WITHIN_S
+        key = f"{self._number}/refused"
         with contextlib.suppress(dist.DistError):
             self._store.set(key, text)
-            # Rank 0 serves what they read.
-            while self._store.add(f"{key}/read", 0) < len(ranks) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            self._await_readers(key, len(ranks))
+
+    def _await_readers(self, key: str, count: int) -> None:
+        deadline = time.monotonic() + _BREAK_WITHIN_S
+        while self._store.add(f"{key}/read", 0) < count and time.monotonic() < deadline:
+            time.sleep(0.02)  # rank 0 serves what they read
 
     def _raise_refused(self, name: str, what: str) -> None:
         """Raises RendezvousError where another worker, which waits for this one elsewhere, has given up."""

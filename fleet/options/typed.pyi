@@ -2603,6 +2603,10 @@ class TypedOptions:
         """How the executor runs the graph."""
     @execution_strategy.setter
     def execution_strategy(self, value: ExecutionStrategyConfigDict | ExecutionStrategy) -> None: ...
+    check_every: int
+    """Updates between two comparisons of what the workers hold as copies: parameters, learning rates and step
+    counts; the first 3 updates are compared, too. 0 compares none. Default: 500.
+    """
     fuse_all_reduce_ops: bool
     """Send gradients in buckets; False sends each parameter by itself. Default: True."""
     fuse_grad_size_in_MB: int

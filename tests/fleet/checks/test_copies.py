@@ -123,7 +123,8 @@ APART: dict[Between, str] = {
 def come_apart(rank: int, world_size: int) -> dict[str, str]:
     found = {f"{apart.__name__}": message(lambda apart=apart: trained(rank, apart)) for apart in APART}
     found["clipped"] = message(lambda: gradients_of_own(rank))
-    for name in ("stage 1", "fp16_allreduce", "amp", "gradient_merge"):
+    found["stage 1"] = message(lambda: trained(rank, frozen_of_own, {**OPTIONS["stage 1"], **EVERY}))
+    for name in ("fp16_allreduce", "amp", "gradient_merge"):
         found[name] = message(lambda name=name: trained(rank, noise_of_own, {**OPTIONS[name], **EVERY}))
     for name in ("stage 2", "stage 3", "localsgd"):
         found[name] = message(lambda name=name: trained(rank, warmup_of_own, {**OPTIONS[name], **EVERY}))
@@ -137,7 +138,7 @@ def test_copies_that_come_apart_are_named() -> None:
         for apart, text in APART.items():
             assert text in said[apart.__name__], apart
         assert "different after update 1" in said["clipped"]
-        for name in ("stage 1", "fp16_allreduce", "amp", "gradient_merge"):
+        for name in ("fp16_allreduce", "amp", "gradient_merge"):
             assert "'0.weight' (worker 1 against worker 0)" in said[name], name
         for name in ("stage 2", "stage 3", "localsgd"):
             assert "'lr of group 0'" in said[name], name
