@@ -35,11 +35,18 @@ _ADVICE = (
 
 @dataclass
 class Posted:
-    """What this worker has said and not yet compared: after which update, after how many exchanges, of which names."""
+    """What this worker has said and not yet compared.
+
+    Attributes:
+        update: after which it was taken.
+        exchanges: how many there had been.
+        names: what its sums are of; ``along_mp``, those that the workers along mp hold alike.
+    """
 
     update: int
     exchanges: int
     names: list[str]
+    along_mp: list[str]
 
 
 class Copies(Listener):
@@ -121,8 +128,10 @@ class Copies(Listener):
         roll_call = self._job.roll_call
         assert roll_call is not None
         update = self._updates
-        tensors, along_mp = self._copies()
-        sums: dict[str, Any] = self._settings() | checksums(tensors)
+        (tensors, whole), settings = self._copies(), self._settings()
+        sums: dict[str, Any] = settings | checksums(tensors)
+        # Without sync_param nothing keeps what is whole along mp equal to the bit.
+        along_mp = [*settings, *(whole if self._job.options["hybrid_configs"].mp_configs.sync_param else ())]
         said: dict[str, Any] = {
             "digest": digest(sums),
             "along mp": digest({name: sums[name] for name in along_mp}),
@@ -138,7 +147,7 @@ class Copies(Listener):
         self._old = [*self._old[-1:], update]
         roll_call.post(f"copies/{update}/sums", json.dumps([_short(value) for value in sums.values()]))
         roll_call.post(f"copies/{update}", json.dumps(said))
-        self._posted = Posted(update, self._exchanges(), list(sums))
+        self._posted = Posted(update, self._exchanges(), list(sums), along_mp)
 
     def _copies(self) -> tuple[dict[str, Tensor], list[str]]:
         """Returns what every worker along ``COPY_AXES`` holds alike, and what of it is whole along mp, by name."""
@@ -182,7 +191,8 @@ class Copies(Listener):
             torch.cuda.current_stream().synchronize()  # until here the exchange may only be queued
         axes, update = self._job.axes, posted.update
         same_rows: list[dict[str, Any]] = []
-        for kind, ranks in (("digest", axes.ranks(*COPY_AXES)), ("along mp", axes.ranks("mp"))):
+        copies, parts = axes.ranks(*COPY_AXES), axes.ranks("mp")
+        for kind, ranks, names in (("digest", copies, posted.names), ("along mp", parts, posted.along_mp)):
             rows = self._read(f"copies/{update}", ranks)
             if not rows:
                 if is_over:
@@ -193,18 +203,21 @@ class Copies(Listener):
             self._unlike = self._unlike or next((_difference(a, b) for a, b in _pairs(devices) if a != b), "")
             if len({row[kind] for row in rows}) > 1:
                 self._posted = None
-                self._tell_apart(posted, ranks, rows, is_over)
-        self._posted, self._equal_after = None, update
-        if is_over and len({row["buffers"] for row in same_rows}) == 1:
-            self._take_in_buffers()
+                self._tell_apart(posted, names, dict(zip(ranks, rows, strict=True)), is_over)
+        if is_over:  # a save is no moment of all workers
+            self._posted = None
+            self._equal_after = update
+            if len({row["buffers"] for row in same_rows}) == 1:
+                self._take_in_buffers()
 
-    def _tell_apart(
-        self, posted: Posted, ranks: Sequence[int], rows: Sequence[Mapping[str, Any]], is_over: bool
-    ) -> None:
+    def _tell_apart(self, posted: Posted, names: Sequence[str], said: Mapping[int, Any], is_over: bool) -> None:
         """Raises ConfigError, or warns where devices differ and the copies are near each other."""
-        values = self._read(f"copies/{posted.update}/sums", ranks)
-        name = first_difference([dict(zip(posted.names, row, strict=False)) for row in values])
-        held = [row[posted.names.index(name)] for row in values] if name else [row["digest"] for row in rows]
+        ranks = list(said)
+        values = [
+            dict(zip(posted.names, row, strict=False)) for row in self._read(f"copies/{posted.update}/sums", ranks)
+        ]
+        name = first_difference([{name: row.get(name) for name in names} for row in values])
+        held = [row[name] for row in values] if name else [row["digest"] for row in said.values()]
         sides: dict[Any, list[int]] = {}
         for rank, value in zip(ranks, held, strict=True):
             sides.setdefault(value, []).append(rank)
@@ -215,8 +228,8 @@ class Copies(Listener):
             f"The workers hold different values of {repr(name) if name else 'their parameters'} "
             f"({' against '.join(reversed(shown))}): {before}different after update {posted.update}. "
         )
-        sketches = [row["sketch"] for row in rows if "sketch" in row]
-        if self._unlike and not is_setting and len(sketches) == len(rows):
+        sketches = [row["sketch"] for row in said.values() if "sketch" in row]
+        if self._unlike and not is_setting and len(sketches) == len(said):
             distance = max(distance_of(a, b) for a, b in _pairs(sketches))
             if distance <= _TOLERANCE:
                 self._equal_after = posted.update

@@ -361,3 +361,68 @@ def test_other_wrappers_inside_are_refused() -> None:
 def test_check_every_is_a_number_of_updates() -> None:
     with pytest.raises(ConfigError, match="check_every"):
         fleet.DistributedStrategy().check_every = -1
+
+
+def along_mp(rank: int, step: int, net: Any, optimizer: Any, *_: Any) -> None:
+    """Steps make trained parameters equal along mp; nothing makes frozen ones."""
+    net[1].bias.requires_grad_(False)
+    if step == 4:
+        net[1].bias.add_(rank)
+
+
+def rate_along_mp(rank: int, step: int, net: Any, optimizer: Any, *_: Any) -> None:
+    if step == 4:
+        optimizer.set_lr(0.1 / (1 + rank))
+
+
+def divided(rank: int, between: Between) -> None:
+    """Two workers hold parts of the first layer and copies of the second, and see the same rows."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"mp_degree": 2}
+    strategy.check_every = 2
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    torch.manual_seed(0)
+    net = nn.Sequential(fleet.meta_parallel.ColumnParallelLinear(4, 8, gather_output=True), nn.Linear(8, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.AdamW(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    for step in range(8):
+        model(batch(step, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            between(rank, step, net, optimizer, None)
+
+
+def staged(rank: int, between: Between) -> None:
+    """Two workers hold all stages each, and see other rows."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 4}
+    strategy.check_every = 2
+    fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    torch.manual_seed(0)
+    loss = nn.MSELoss()
+    net = fleet.meta_parallel.PipelineLayer([nn.Linear(4, 8), nn.Linear(8, 1)], loss_fn=loss)
+    optimizer = fleet.distributed_optimizer(torch.optim.AdamW(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    for step in range(8):
+        model.train_batch([batch(step, rank), torch.zeros(8, 1)], optimizer)
+        with torch.no_grad():
+            if step == 4 and between is not nothing:
+                next(net.parameters()).add_(rank)
+
+
+def meshes(rank: int, world_size: int) -> dict[str, str]:
+    loops = {"mp": divided, "pp": staged}
+    found = {name: message(lambda loop=loop: loop(rank, nothing)) for name, loop in loops.items()}
+    found["mp rate"] = message(lambda: divided(rank, rate_along_mp))
+    return found | {f"{name} apart": message(lambda loop=loop: loop(rank, along_mp)) for name, loop in loops.items()}
+
+
+def test_copies_on_a_mesh() -> None:
+    """What is whole along mp is compared along mp, and a stage with its copies."""
+    for said in run_workers(meshes, 2, backend=None):
+        assert said["mp"] == said["pp"] == ""
+        assert "'1.bias' (worker 1 against worker 0): equal after update 4" in said["mp apart"]
+        assert "'lr of group 0' (0.05 on worker 1 against 0.1 on worker 0)" in said["mp rate"]
+        assert "'0.weight' (worker 1 against worker 0): equal after update 4" in said["pp apart"]
