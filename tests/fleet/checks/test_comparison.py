@@ -18,6 +18,28 @@ def test_checksums_are_of_bits() -> None:
     assert checksums({}) == {}
 
 
+def test_checksums_see_places() -> None:
+    """Two values that change places, also beyond one slice, and in halves of a word."""
+    for kind in (torch.float32, torch.float64, torch.bfloat16, torch.uint8):
+        for size in (8, 3_000_001):
+            first = torch.zeros(size, dtype=kind)
+            first[1], first[-2] = 1, 2
+            second = first.clone()
+            second[1], second[-2] = 2, 1
+            assert checksums({"all": first}) != checksums({"all": second}), (kind, size)
+            pair = torch.stack([first, second])
+            assert checksums({"all": pair}) != checksums({"all": pair.flip(0)}), (kind, size)
+
+
+def test_checksums_of_many_are_those_of_each() -> None:
+    sizes = (0, 1, 3, 65_536, 700_001)
+    tensors = {f"{size} {offset}": torch.arange(size + offset)[offset:].float() for size in sizes for offset in (0, 1)}
+    tensors |= {f"{name} odd": t.to(torch.uint8)[1:] for name, t in tensors.items()}
+    together = checksums(tensors)
+    assert together == {name: checksums({name: tensor})[name] for name, tensor in tensors.items()}
+    assert list(together) == list(tensors)
+
+
 def test_words() -> None:
     assert digest({"a": 1}) == digest({"a": 1}) != digest({"a": 2})
     assert first_difference([{"a": 1}, {"a": 1}]) == ""
