@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import warnings
@@ -19,7 +20,6 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
 from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
-from fleet.strategies._gradients.flat import chunks, flattened
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import is_part
@@ -161,7 +161,7 @@ class Copies(Listener):
                     found[f"{name}{of_model}"] = p
                     whole += [f"{name}{of_model}"] if name not in layouts else []
         for watch in self._watched.optimizers.values():
-            if not watch.divides():
+            if not watch.is_divided:
                 found |= {f"{name}{self._of(watch)}": t for name, t in watch.state(Tensor, "step").items()}
         return found, whole
 
@@ -170,7 +170,7 @@ class Copies(Listener):
             f"{name}{self._of(watch)}": value
             for watch in self._watched.optimizers.values()
             for name, value in watch.settings().items()
-            if not watch.divides() or name.startswith("lr ")  # other settings may follow from a worker's shard
+            if not watch.is_divided or name.startswith("lr ")  # other settings may follow from a worker's shard
         }
 
     def _of(self, watch: OptimizerWatch) -> str:
@@ -263,21 +263,25 @@ class Copies(Listener):
 @torch.no_grad()
 def sketch(tensors: Sequence[Tensor]) -> list[float]:
     """Returns the norm of all ``tensors``, and sums of their numbers with random signs, for :func:`distance_of`."""
-    norms, sums = 0.0, torch.zeros(_SKETCH, dtype=torch.float64)
-    for chunk in chunks(tensors, 1 << 22):
-        flat = flattened(chunk).float()
-        for number, part in enumerate(flat.split(len(weights_on(flat.device)))):
-            weights = weights_on(flat.device)[: len(part)]
-            signs = torch.stack([(weights >> bit + 8 & 1) * 2.0 - 1 for bit in range(_SKETCH)])
-            sums += (signs @ part).double().cpu() * (-1) ** number
-        norms += float(flat.norm()) ** 2
-    return [norms**0.5, *sums.tolist()]
+    found: list[Tensor] = []
+    for tensor in tensors:
+        signs = _signs_on(tensor.device)
+        for part in tensor.detach().reshape(-1).float().split(signs.shape[1]):
+            sums = signs[:, : len(part)] @ part * (-1) ** len(found)
+            found.append(torch.cat([part.square().sum()[None], sums]).double())
+    total = torch.stack([each.to(found[0].device) for each in found]).sum(0).tolist() if found else [0.0]
+    return [total[0] ** 0.5, *total[1:]]
+
+
+@functools.cache
+def _signs_on(device: torch.device) -> Tensor:
+    return torch.stack([(weights_on(device) >> bit + 8 & 1) * 2.0 - 1 for bit in range(_SKETCH)])
 
 
 def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
     """Returns about how far apart the tensors of two sketches are, as a share of their norm."""
     squares = [(a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)]
-    return float((sum(squares) / len(squares)) ** 0.5 / max(one[0], 1e-30))
+    return float((sum(squares) / max(len(squares), 1)) ** 0.5 / max(one[0], 1e-30))
 
 
 def _pairs(rows: Sequence[Any]) -> list[tuple[Any, Any]]:

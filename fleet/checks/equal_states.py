@@ -107,7 +107,7 @@ class EqualStates(Listener):
             f"a step of optimizer {number}, which compares the workers' states", bool(place), place, sums, is_first
         )
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
-        if self._watched.trains_locally or watch.divides():
+        if self._watched.trains_locally or watch.is_divided:
             is_wrong = 0 < len(loaded) < len(found)
         else:
             is_wrong = None in found or self._differ(self._watched.said or found)

@@ -201,8 +201,9 @@ class OptimizerWatch:
         first = next(gradients, None)
         return None if first is None else (first, first._version)
 
-    def divides(self) -> bool:
-        """Returns whether each worker has a shard of the state."""
+    @property
+    def is_divided(self) -> bool:
+        """Whether each worker has a shard of the state."""
         return wrapper_in(self.optimizer, PartitionedOptimizer) is not None or any(
             map(is_part, self.optimizer.parameters())
         )

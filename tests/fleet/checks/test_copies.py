@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet import fleet
+from fleet.checks.copies import distance_of, sketch
 from fleet.errors import ConfigError
 from tests.helpers.checked_training import OPTIONS, batch, job, message, network, step_once, weights
 from tests.helpers.workers import run_workers
@@ -284,6 +285,15 @@ def test_copies_of_unlike_workers_may_drift() -> None:
         assert "test_copies.py" in warned
         assert "of their size apart, as rounding makes them on different devices: 1 threads and 2 threads" in warned
         assert "'0.weight' (worker 1 against worker 0)" in refused
+
+
+def test_the_distance_of_two_sketches_is_about_that_of_the_tensors() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (3, 100_000, 70_000)]
+    for scale in (1e-5, 1e-2):
+        moved = [tensor + scale * torch.randn_like(tensor) for tensor in tensors]
+        assert scale / 2 < distance_of(sketch(tensors), sketch(moved)) < scale * 2
+    assert distance_of(sketch(tensors), sketch(tensors)) == 0 == distance_of(sketch([]), sketch([]))
 
 
 class Codebook(nn.Module):
