@@ -69,7 +69,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
         self._loss: Tensor | None = None
         self._first: tuple[float, float] | None = None
 
-    def note_loss(self, loss: Tensor) -> None:
+    def note_loss(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Keeps the loss of this step; it is read only when parameters are averaged."""
         self._loss = loss.detach()
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fleet.checks.comparison import checksums, digest
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.job import Job
 from fleet.job.listener import Listener
+from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._declare.strategy import Strategy
+
+_LOOKS = 20  # of steps at what the others have posted
 
 
 class BothWrapped(Listener):
@@ -23,6 +30,25 @@ class BothWrapped(Listener):
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._first: weakref.ref[Optimizer] | None = None
+        self._left = _LOOKS
+        self._handle: Any = None
+        if job.collective and job.world_size > 1:
+            self._handle = register_optimizer_step_pre_hook(self._look_at_raw_step)
+
+    def model_wrapped(self, model: WrappedModel) -> None:
+        """The job trains with Fleet."""
+        self.close()
+
+    def optimizer_wrapped(self, optimizer: Optimizer, user_optimizer: Optimizer) -> None:
+        """The job trains with Fleet."""
+        self.close()
+
+    def close(self) -> None:
+        """Looks at steps of plain optimizers no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def before_wrap(self, module: nn.Module) -> None:
         """Raises ConfigError where another wrapper in ``module`` exchanges its gradients already."""
@@ -62,6 +88,35 @@ class BothWrapped(Listener):
                 OptionWarning,
                 stacklevel=4,
             )
+
+    def _look_at_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Warns, where nothing is wrapped, that the workers step with different gradients of the same parameters.
+
+        Nobody waits: the first step of the first optimizer posts its gradients, and later ones look at the others'. A
+        script that exchanges gradients itself has equal ones, and a class of shards of its own is not compared.
+        """
+        roll_call = self._job.roll_call
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if roll_call is None or any(type(p) not in (Tensor, nn.Parameter) for p in held):
+            self.close()
+        elif self._first is None:
+            gradients = {f"{at}": p.grad for at, p in enumerate(held) if p.grad is not None and not p.grad.is_sparse}
+            self._first = weakref.ref(optimizer)
+            roll_call.post("plain step", json.dumps([[list(p.shape) for p in held], digest(checksums(gradients))]))
+        elif self._first() is optimizer:
+            found = roll_call.posted("plain step", range(self._job.world_size))
+            shapes, sums = zip(*map(json.loads, found.values()), strict=True) if found else ((), ())
+            self._left -= 1
+            if found or not self._left:
+                self.close()
+            if all(shape == shapes[0] for shape in shapes) and len(set(sums)) > 1 and self._job.global_rank == 0:
+                warnings.warn(
+                    f"{user_line()}: the workers step with different gradients, and neither fleet.distributed_model() "
+                    "nor fleet.distributed_optimizer() was called: each trains a model of its own. Call model = "
+                    "fleet.distributed_model(model) and optimizer = fleet.distributed_optimizer(optimizer).",
+                    OptionWarning,
+                    stacklevel=3,
+                )
 
 
 def wraps_optimizers(strategy: Strategy) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fleet.errors import ConfigError
+from fleet._version import __version__
+from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
 from fleet.job.job import Job
 from fleet.job.listener import Listener
@@ -28,16 +30,33 @@ class SameJob(Listener):
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._has_versions = False
 
     def options_asked(self, call: str, options: Values) -> None:
         """Raises ConfigError on every worker unless all have the same ``options``."""
-        if self._job.roll_call is not None and isinstance(options, DistributedStrategy):
-            check_options(self._job.roll_call, call, options)
+        roll_call = self._job.roll_call
+        if roll_call is not None and isinstance(options, DistributedStrategy):
+            roll_call.post("versions", f"torch {torch.__version__}, torch-fleet {__version__}")
+            check_options(roll_call, call, options)
+            if self._job.global_rank == 0 and not self._has_versions:
+                self._has_versions = True
+                warn_of_versions(roll_call.posted("versions", range(self._job.world_size)))
 
     def before_wrap(self, module: nn.Module) -> None:
         """Raises ConfigError unless the workers that hold the same part of the model have the same ``module``."""
         if self._job.roll_call is not None:
             check_model(self._job.roll_call, module, self._job.axes.ranks(*COPY_AXES, "mp"))
+
+
+def warn_of_versions(said: Mapping[int, str]) -> None:
+    """Warns where workers, by rank, have ``said`` other versions than the rest."""
+    if len(set(said.values())) > 1:
+        warnings.warn(
+            f"fleet.init(): the workers run different versions: {_by_rank(said)}. Their numbers may differ, and their "
+            "exchanges may not fit together. Install the same on every node.",
+            OptionWarning,
+            stacklevel=4,
+        )
 
 
 def check_options(roll_call: RollCall, call: str, options: DistributedStrategy) -> None:

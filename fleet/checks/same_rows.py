@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fleet.checks.comparison import checksums, digest
@@ -61,7 +60,7 @@ def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
     group = axes.group(*MODEL_AXES)
     if group is None:
         return
-    texts = gather_texts(json.dumps(_digests(data)), group, device)
+    texts = gather_texts(json.dumps(digests(data)), group, device)
     said = dict(zip(axes.ranks(*MODEL_AXES), map(json.loads, texts), strict=True))
     for place in dict.fromkeys(place for found in said.values() for place in found):
         by_digest: dict[str, list[int]] = {}
@@ -98,35 +97,17 @@ class SameSequences(Listener):
         self._noted: set[str] = set()
         self._looks = True
         self._attended: dict[tuple[str, tuple[int, ...]], Attended] = {}
-        self._has_stepped = False
         self.sleeps = job.axes.size(*SEQUENCE_AXES) == 1
-        self.takes_means = False  # sequence_mean() was called
 
     def before_forward(self, model: WrappedModel) -> None:
         """Compares the rows before a forward that trains."""
         if self._left and torch.is_grad_enabled() and model.training:
             self.check()
 
-    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Warns before the first step where the loss may be a mean over a worker's own tokens."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        parts = self._job.axes.size(*SEQUENCE_AXES)
-        if not self.takes_means and parts > 1:
-            warnings.warn(
-                "The workers along sep and cp hold parts of the same sequences, their gradients are added up, and "
-                "fleet.meta_parallel.sequence_mean() was not called. A mean over a worker's own tokens gives gradients "
-                f"that are {parts} times too large. Write sequence_mean(sum of the losses, "
-                "number of tokens). A loss that you divide by the tokens of the whole sequence is right as it is.",
-                OptionWarning,
-                stacklevel=4,
-            )
-
     def note(self, tensor: Tensor) -> None:
         """Remembers the whole rows ``tensor`` until the next forward; called where a worker takes its tokens."""
         if self._left and not torch.compiler.is_compiling():
-            self._noted.update(_digests([tensor]).values())
+            self._noted.update(digests([tensor]).values())
 
     def check(self) -> None:
         """Raises ConfigError on all of them where each has split rows that another has not; a collective call.
@@ -179,7 +160,7 @@ class SameSequences(Listener):
         if not self._looks or torch.compiler.is_compiling():
             return
         self._looks = False
-        texts = gather_texts(json.dumps(_digests([queries])), group, self._device)
+        texts = gather_texts(json.dumps(digests([queries])), group, self._device)
         if len(set(texts)) == 1 and not torch.equal(queries, queries[:, :1].expand_as(queries)):
             warnings.warn(
                 f"{call} got the same queries on all workers of a sequence: they hold the same tokens, where each "
@@ -201,7 +182,7 @@ def different_rows(call: str, groups: list[list[int]], axes: Axes) -> str:
     )
 
 
-def _digests(data: Any) -> dict[str, str]:
+def digests(data: Any) -> dict[str, str]:
     """Returns a short text for each tensor of ``data`` by its place, which differs where shapes or bits do."""
     tensors = {f"{at}": leaf for at, leaf in enumerate(tree_leaves(data)) if isinstance(leaf, Tensor)}
     sums = checksums(tensors)

@@ -30,6 +30,8 @@ DATA_AXES = ("dp", "sharding")
 COPY_AXES = ("dp", "sharding", "sep", "cp")
 # Axes along which workers hold different tokens of the same rows.
 SEQUENCE_AXES = ("sep", "cp")
+# Workers that differ only here compute one loss.
+LOSS_AXES = ("sep", "cp", "mp")
 MODEL_AXES = ("pp", "mp")
 # Sets of axes whose groups are made when the job starts, so that one worker may ask for a group alone. Those after the
 # second are Fleet's: its check groups, the group of dp and sep, and that of cp and mp.
@@ -40,7 +42,8 @@ _FUSED = (
     ("dp", "pp", "sep", "cp", "mp"),
     ("dp", "sep"),
     ("cp", "mp"),
-    ("sep", "cp"),
+    SEQUENCE_AXES,
+    LOSS_AXES,
     ("dp", "sep", "cp"),
 )
 

@@ -87,6 +87,9 @@ class Listener:
     def gradients_cleared(self, parameters: Sequence[Tensor]) -> None:
         """Hears that the gradients of ``parameters`` were cleared through their model."""
 
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """Hears that ``batches``, torch's iterator over a DataLoader, is about to return ``batch``."""
+
     def next_batch(self) -> None:
         """Hears that a loop asks for its next batch; due checkpoints are written."""
 

@@ -170,6 +170,20 @@ class RollCall:
             if self.global_rank == 0:
                 self._await_readers(topic, count)
 
+    def post(self, subject: str, text: str) -> None:
+        """Posts ``text`` for :meth:`posted` of the others, and waits for nobody."""
+        with contextlib.suppress(dist.DistError):
+            if self._is_served():
+                self._store.set(f"posted/{subject}/{self.global_rank}", text)
+
+    def posted(self, subject: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns what ``ranks`` have posted about ``subject``; empty until all of them have."""
+        names = [f"posted/{subject}/{rank}" for rank in ranks]
+        with contextlib.suppress(dist.DistError):
+            if self._is_served() and self._store.check(names):
+                return dict(zip(ranks, [text.decode() for text in self._store.multi_get(names)], strict=True))
+        return {}
+
     def others_after(self, error: BaseException) -> dict[int, Whereabouts]:
         """Returns where the other workers are; from now on they are told that this one ends with ``error``."""
         self._error = error

@@ -17,7 +17,7 @@ from fleet._log import LOGGER
 from fleet.checkpoint.to_group import StateMesh
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
-from fleet.job.axes import MODEL_AXES, make_axes
+from fleet.job.axes import COPY_AXES, MODEL_AXES, make_axes
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
@@ -29,7 +29,7 @@ from fleet.strategies._shared import norm
 from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
-from fleet.strategies._shared.renormalized import check_renormalized
+from fleet.strategies._shared.renormalized import check_counted, check_renormalized
 from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.training.fleet_model import FleetModel
@@ -174,6 +174,8 @@ class Session:
             strategy.check_model(module)
         if self.job.collective and self.job.world_size > 1:
             check_renormalized(module)
+        if self.job.collective and self.job.axes.size(*COPY_AXES) > 1:
+            check_counted(module)
         for listener in self.job.listeners.hearing["before_wrap"]:
             listener.before_wrap(module)
         module = self._cut(module, loss_fn)

@@ -17,6 +17,9 @@ from fleet.checks.changed_parameters import ChangedParameters
 from fleet.checks.copies import Copies
 from fleet.checks.equal_states import EqualStates
 from fleet.checks.exchanged_gradients import ExchangedGradients
+from fleet.checks.one_loss import OneLoss
+from fleet.checks.own_draws import OwnDraws
+from fleet.checks.own_rows import OwnRows
 from fleet.checks.raw_steps import RawSteps
 from fleet.checks.same_job import SameJob
 from fleet.checks.same_rows import SameRows, SameSequences
@@ -113,9 +116,12 @@ def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
     add(states)
     add(ExchangedGradients(watched, states.compare_optimizer))
     add(Copies(watched))
+    add(OneLoss(job))
     add(RawSteps(watched))
     add(SameSequences(job))
     add(SameRows(job))
+    add(OwnRows(job))
+    add(OwnDraws(job))
     add(RunLog(job))
     start_health(job)
     return session

@@ -77,11 +77,12 @@ def split_inputs_sequence_dim(
 def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
     """Returns the mean of a loss over the tokens of whole sequences, of which each worker holds a part.
 
-    The value is that of the whole sequence, on every worker. In backward each worker's tokens contribute their share:
+    The value is that of the whole sequence, on every worker, and this is the one form of a loss: workers that begin
+    backward from different losses raise at the first steps. In backward each worker's tokens contribute their share:
     gradients are summed over sep and cp, so a mean over a worker's own tokens would make them as many times too large
-    as the sequence has parts, and no error would say so. A term that every worker computes whole, such as a penalty on
-    the weights, is added as ``sequence_mean(penalty, 1)`` for the same reason, also where it takes ``p.full_tensor()``
-    in sharding stages 2 and 3.
+    as the sequence has parts. A term that every worker computes whole, such as a penalty on the weights, is added as
+    ``sequence_mean(penalty, 1)`` for the same reason, also where it takes ``p.full_tensor()`` in
+    sharding stages 2 and 3.
 
     Args:
         loss_sum: the sum of the loss over this worker's tokens.
@@ -94,10 +95,7 @@ def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
         tensor(1.6094)
     """
     job = running_job()
-    group = None
-    if job is not None:
-        job.listeners.get(SameSequences).takes_means = True
-        group = job.axes.group(*SEQUENCE_AXES)
+    group = None if job is None else job.axes.group(*SEQUENCE_AXES)
     total = torch.as_tensor(count, device=loss_sum.device).detach().to(torch.float64).clone()
     if group is not None:
         dist.all_reduce(total, group=group)

@@ -21,6 +21,8 @@ OTHER_PROGRAMS = {
 
 
 _SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "accelerate.utils.set_seed", "transformers.set_seed")
+_DRAWS = [f"torch.{name}" for name in ("rand", "randn", "randint", "normal", "bernoulli", "randperm")]
+_DRAWS += ["torch.rand_like", "torch.randn_like", "torch.randint_like"]
 
 
 def port_single(port: ScriptPort) -> None:
@@ -81,18 +83,24 @@ def same_splits(port: ScriptPort) -> None:
             port.edits.hand(call, "without a seed, every worker draws another order", "Seed it alike on every worker.")
 
 
-def note_equal_masks(port: ScriptPort) -> None:
-    """Notes where dropout draws the same masks on every worker, because the script seeds them alike."""
-    drops = any(isinstance(n, cst.Name) and "dropout" in n.value.lower() for n in port.source.nodes)
+def note_equal_draws(port: ScriptPort) -> None:
+    """Notes where dropout, or the loop itself, draws the same numbers on every worker, because all are seeded alike."""
     seeds = [call for call in port.source.calls if port.source.called(call) in _SEEDS and call.args]
     ranked = any(word in port.source.code(call) for call in seeds for word in ("rank", "process_index", "seed_offset"))
-    if drops and seeds and not ranked:
-        port.edits.note(
-            seeds[-1],
-            "dropout drops the same units on every worker, because all are seeded alike",
-            f"For masks of their own add torch.manual_seed({port.source.code(seeds[-1].args[0].value)} + "
-            "fleet.worker_index()) after the model is made.",
-        )
+    loops = port.parts.batch_loops()
+    drawn = [call for call in port.source.calls if port.source.called(call) in _DRAWS]
+    drawn = [c for c in drawn if argument(c, "generator") is None and any(n in loops for n in port.source.above(c))]
+    drops = any(isinstance(n, cst.Name) and "dropout" in n.value.lower() for n in port.source.nodes)
+    if ranked or not (drawn or (drops and seeds)):
+        return
+    seed = port.source.code(seeds[-1].args[0].value) if seeds else "seed"
+    port.edits.note(
+        drawn[0] if drawn else seeds[-1],
+        "every worker draws the same numbers here, because all are seeded alike"
+        if drawn
+        else "dropout drops the same units on every worker, because all are seeded alike",
+        f"For draws of their own add torch.manual_seed({seed} + fleet.worker_index()) after the model is made.",
+    )
 
 
 def _unwrap_data_parallel(port: ScriptPort) -> None:

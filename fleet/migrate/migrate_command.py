@@ -126,7 +126,7 @@ def _ported(source: ScriptSource, kind: str) -> ScriptPort:
     from fleet.migrate.from_accelerate import port_accelerate
     from fleet.migrate.from_ddp import port_ddp
     from fleet.migrate.from_paddle_fleet import paddle_parts, port_paddle_fleet
-    from fleet.migrate.from_single import OTHER_PROGRAMS, note_equal_masks, port_single
+    from fleet.migrate.from_single import OTHER_PROGRAMS, note_equal_draws, port_single
     from fleet.migrate.script_port import ScriptPort
 
     port = ScriptPort(source, paddle_parts(source) if kind == "paddle" else None)
@@ -141,7 +141,7 @@ def _ported(source: ScriptSource, kind: str) -> ScriptPort:
             "single": port_single,
         }
         chosen[kind](port)
-        note_equal_masks(port)
+        note_equal_draws(port)
     return port
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -61,6 +62,21 @@ class BatchLoops(Listener):
         self.checkpoints: list[PeriodicSave] = []
         self.holds_untrained = False
         self.sleeps = True
+        self._stop: Callable[[], None] | None = None
+
+    def model_wrapped(self, model: WrappedModel) -> None:
+        """Watches torch's DataLoaders from now on, where more than one worker trains."""
+        if self._stop is None and self._job.collective and self._job.world_size > 1:
+            self._stop = watch_loaders(self._give)
+
+    def close(self) -> None:
+        """Watches no longer."""
+        if self._stop is not None:
+            self._stop()
+
+    def _give(self, batches: Any, batch: Any) -> None:
+        for listener in self._job.listeners.hearing["batch_given"]:
+            listener.batch_given(batches, batch)
 
     def add(self, checkpoint: PeriodicSave) -> None:
         """Writes ``checkpoint`` where it is due."""
@@ -99,3 +115,25 @@ class BatchLoops(Listener):
         """Begins a batch before a forward that trains, in a loop that does not say when it asks for one."""
         if self.checkpoints and not self._running and torch.is_grad_enabled() and self._job.models[0].training:
             self.after_batch()
+
+
+def watch_loaders(given: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Calls ``given`` with torch's iterator and each batch of every DataLoader, until the returned function is."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    kind: Any = _BaseDataLoaderIter
+    original = kind.__next__
+
+    @wraps(original)
+    def give(self: Any) -> Any:
+        batch = original(self)
+        given(self, batch)
+        return batch
+
+    kind.__next__ = give
+
+    def stop() -> None:
+        if kind.__next__ is give:
+            kind.__next__ = original
+
+    return stop

@@ -32,14 +32,15 @@ class Draws:
     """Counts the draws between two updates; writes them down, or replaces them.
 
     ``active`` is False outside the training loop. ``sources`` are the folders of the workers' records, in the order of
-    their samples: with them, draws are replaced. ``unequal`` lists draws that could not be replaced.
+    their samples: with them, draws are replaced. ``own`` holds what a worker drew from the global generator since the
+    last update, for its own samples. ``unequal`` lists draws that could not be replaced.
     """
 
     def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
         self.folder, self.sources = folder, list(sources)
         self.active = False
         self.window = 0
-        self.masks: list[str] = []
+        self.own: list[str] = []
         self.unequal: list[str] = []
         self._made: dict[str, Tensor] = {}
         self._number = 0
@@ -53,11 +54,11 @@ class Draws:
         if self._made and not self.sources:
             save_tensors(self.folder / f"draws{self.window}.npz", self._made)
         self.window += 1
-        self._number, self._made, self.masks = 0, {}, []
+        self._number, self._made, self.own = 0, {}, []
         self._by_state.clear()
 
-    def counted(self, name: str, draw: Callable[[], Tensor], mask: bool = False) -> Tensor:
-        """Returns what ``draw`` returns, written down or replaced."""
+    def counted(self, name: str, draw: Callable[[], Tensor], own: bool = False) -> Tensor:
+        """Returns what ``draw`` returns, written down or replaced; ``own`` ones come from the global generator."""
         if not self.active or self._inside or not torch.is_grad_enabled() or get_worker_info() is not None:
             return draw()
         again = torch._C._current_graph_task_id() != -1
@@ -75,8 +76,8 @@ class Draws:
         self._number += 1
         if not self.sources:
             self._made[key] = drawn.detach().clone()
-            if mask and drawn.numel() >= 16:
-                self.masks.append(content(drawn))
+            if own and drawn.numel() >= 16:
+                self.own.append(content(drawn))
             return drawn
         found = self._joined(key, drawn)
         if found is not None:
@@ -125,7 +126,7 @@ def install_draws(draws: Draws) -> None:
 def _maker(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
-        return draws.counted(name, lambda: original(*args, **kwargs))
+        return draws.counted(name, lambda: original(*args, **kwargs), own=kwargs.get("generator") is None)
 
     return drawn
 
@@ -133,7 +134,8 @@ def _maker(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable
 def _filler(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = draws.counted(name, lambda: original(self, *args, **kwargs))
+        own = kwargs.get("generator") is None
+        found = draws.counted(name, lambda: original(self, *args, **kwargs), own=own)
         if found is not self:
             with torch.no_grad():
                 self.copy_(found)
@@ -161,7 +163,7 @@ def _mask(draws: Draws, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
     def draw() -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - p)
 
-    return draws.counted("dropout", draw, mask=True) / (1 - p)
+    return draws.counted("dropout", draw, own=True) / (1 - p)
 
 
 def _attention(draws: Draws, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -139,7 +139,7 @@ class _Judge:
         # Equal masks make no other number wrong, so what the numbers say comes first, and is looked at in any case.
         self.findings = numbers.findings + seeds if len(seeds) == len(found) else found
         if seeds and len(self.findings) == len(seeds) and numbers.matched:
-            self.notes.insert(0, f"Apart from the masks, the updates agree with one process, {self.tolerance.why}.")
+            self.notes.insert(0, f"Apart from these draws, the updates agree with one process, {self.tolerance.why}.")
         self.steps = numbers.compared
         if not self.findings and foreign:
             raise _NotComparable(

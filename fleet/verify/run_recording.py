@@ -283,7 +283,7 @@ class Recording:
             "parameters": parameters,
             "buffers": self._buffers(),
             "states": self._states(),
-            "masks": self.draws.masks,
+            "draws": self.draws.own,
             "generator": content(torch.get_rng_state()),
         }
         written = [{**one, **self.current, **shared} for one in pending]

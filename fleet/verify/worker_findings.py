@@ -25,7 +25,7 @@ def worker_findings(many: Run, one: Run, ranks: Sequence[int], *, parts: bool, l
     if not parts:
         found += _modes(many, ranks, local=local)
         found += [] if local else _buffers(many, one, ranks) + _gradients(many, ranks)
-    found += _masks(many, ranks)
+    found += _draws(many, ranks)
     return found + _uncovered(one)
 
 
@@ -247,26 +247,27 @@ def _why_apart(name: str, updates: Sequence[dict[str, Any]]) -> tuple[str, str]:
     )
 
 
-def _masks(many: Run, ranks: Sequence[int]) -> list[Finding]:
+def _draws(many: Run, ranks: Sequence[int]) -> list[Finding]:
     if len(ranks) < 2:
         return []
     seen = 0
     for n, updates in _pairs(many, ranks):
-        masks = [update["masks"] for update in updates]
-        seen += len(masks[0])
-        if not masks[0]:
+        draws = [update["draws"] for update in updates]
+        seen += len(draws[0])
+        if not draws[0]:
             continue
-        if any(other != masks[0] for other in masks[1:]):
+        if any(other != draws[0] for other in draws[1:]):
             return []
         return [
             Finding(
                 cause="dropout-seeded-alike",
-                sentence=f"All workers drop the same units of their different samples at update {n}: seed each worker "
-                "differently after the model is made, such as torch.manual_seed(seed + fleet.worker_index()).",
+                sentence="All workers draw the same numbers (masks of dropout, noise) for their different samples at "
+                f"update {n}: seed each worker differently after the model is made, such as torch.manual_seed(seed + "
+                "fleet.worker_index()).",
                 step=n,
                 rank=ranks[1],
-                expected="masks that differ between the workers",
-                received=f"{len(masks[0])} equal masks",
+                expected="draws that differ between the workers",
+                received=f"{len(draws[0])} equal draws",
             )
         ]
     return []

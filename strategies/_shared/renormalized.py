@@ -1,4 +1,4 @@
-"""Embeddings with ``max_norm``: their forward writes into the weight, in the rows of the ids that this worker has."""
+"""Embeddings that depend on which ids this worker has: with ``max_norm`` and with ``scale_grad_by_freq``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from fleet.errors import UnsupportedOptionError
 
-__all__ = ["check_renormalized"]
+__all__ = ["check_counted", "check_renormalized"]
 
 
 def check_renormalized(
@@ -25,4 +25,17 @@ def check_renormalized(
                 f"{kind} {name!r} has max_norm={module.max_norm!r}, with which forward writes into the rows of this "
                 f"worker's own ids: {why}. Omit it, and bound what the lookup returns: rows * (max_norm / "
                 "rows.norm(dim=-1, keepdim=True)).clamp(max=1)."
+            )
+
+
+def check_counted(model: nn.Module) -> None:
+    """Raises UnsupportedOptionError when a trained embedding of ``model`` divides gradients by counts of ids."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            if not module.weight.requires_grad:
+                continue
+            raise UnsupportedOptionError(
+                f"{type(module).__name__} {name!r} has scale_grad_by_freq=True, which divides the gradient of a row by "
+                "how often its id is in the batch. Each worker would count in its own part of the batch, and the mean "
+                "of these gradients is not that of the whole batch. Omit it."
             )

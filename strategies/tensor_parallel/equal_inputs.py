@@ -1,24 +1,20 @@
-"""What workers that hold parts of one model must have alike: inputs, labels, and gradients of equal outputs."""
+"""What workers that hold parts of one model must have alike: inputs, and labels that no loss shows."""
 
 from __future__ import annotations
 
 import warnings
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._gradients.passes import outside_graphs
-from fleet.strategies._shared.loss_value import watch_losses
-from fleet.strategies.tensor_parallel.part_penalties import warn_of_penalties
 
-_BACKWARDS = 2  # whose losses are looked at
 _FIRST = 3  # forwards that are compared; later ones where their number is a power of two
 _ADVICE = (
     "These workers hold parts of one model and must see the same rows. Deal the data out by fleet.data_rank() of "
@@ -87,50 +83,6 @@ class EqualInputs:
         return EqualInputs, (None, self._copies)
 
 
-class EqualGradients:
-    """A forward hook: where an output is equal on all workers of a group, so must its gradient be.
-
-    Labels that never pass through forward are noticed so; the same forwards are looked at as for the inputs. So is the
-    loss of the backward after them, for penalties that are wrong on parts of weights.
-
-    Args:
-        group: the workers; ``None`` does nothing.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._occasions, self._watches = group, Occasions(), _BACKWARDS
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Runs after forward; the check comes in backward, and raises ConfigError there."""
-        group = self._group
-        if group is None or not torch.is_grad_enabled() or not self._occasions.now():
-            return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and _is_equal(leaf, group):
-                leaf.register_hook(partial(_check_gradient, group=group))
-        if self._watches:
-            self._watches -= 1
-            self._watch(module)
-
-    def _watch(self, module: nn.Module) -> None:
-        """Looks at the next loss."""
-        looked: list[bool] = []
-
-        def look(loss: Tensor) -> None:
-            stop()
-            if not looked:  # a watcher that came later may still call this one
-                looked.append(True)
-                self._watches *= not warn_of_penalties(loss, module)
-
-        stop = watch_losses(look)
-
-    def __deepcopy__(self, memo: Any) -> EqualGradients:
-        return EqualGradients(self._group)
-
-    def __reduce__(self) -> tuple[type[EqualGradients], tuple[None]]:
-        return EqualGradients, (None,)
-
-
 @outside_graphs
 def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Returns, alike on every worker of ``group``, whether all have the same ``tensor``."""
@@ -142,20 +94,11 @@ def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     return not _on_any(differed, group)
 
 
-def _check_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    first = gradient.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(first, group=group, group_src=0)
-    far = (first.float() - gradient.detach().float()).norm() > 1e-2 * first.float().norm()
-    if _on_any(bool(far), group):
-        raise ConfigError(
-            "backward(): the gradients of an output differ between the workers "
-            f"{dist.get_process_group_ranks(group)}, and the output does not: their labels are probably of other rows. "
-            f"{_ADVICE}."
-        )
-
-
 def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
-    """Raises ConfigError on every worker of ``group`` unless all have the same labels."""
+    """Raises ConfigError on every worker of ``group`` unless all have the same labels.
+
+    The loss does not show it: each worker picks those logits that it holds, and the sum over the workers is one number.
+    """
     if not _is_equal(label, group):
         raise ConfigError(
             f"ParallelCrossEntropy: the labels differ between the workers {dist.get_process_group_ranks(group)}. "

@@ -175,7 +175,7 @@ class TensorParallel(StepCounter):
         group = self._axes.group("mp")
         if group is None:
             return model
-        from fleet.strategies.tensor_parallel.equal_inputs import EqualGradients, EqualInputs
+        from fleet.strategies.tensor_parallel.equal_inputs import EqualInputs
         from fleet.strategies.tensor_parallel.plan_check import FirstForward
         from fleet.strategies.tensor_parallel.sequence import sum_marked_gradients
         from fleet.strategies.tensor_parallel.whole_parameters import whole_tensors
@@ -187,7 +187,6 @@ class TensorParallel(StepCounter):
         if self._axes.size("pp") == 1:
             copies = self.job.options["hybrid_configs"].mp_configs.need_broadcast_data
             model.register_forward_pre_hook(EqualInputs(group, copies), with_kwargs=True)
-            model.register_forward_hook(EqualGradients(group))
         if self._resolved is not None and not self.job.options["to_static"]:
             for compared in [model] if self._axes.size("pp") == 1 else model.children():
                 FirstForward(group, self._resolved).watch(compared)

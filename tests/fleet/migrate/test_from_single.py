@@ -195,6 +195,25 @@ def test_equal_masks_of_dropout_are_noted(seed: str, noted: str) -> None:
     assert not any("dropout" in found.why for found in single(f"{LOADER}\n{seed}").findings)
 
 
+@pytest.mark.parametrize(
+    ("seed", "draw", "noted"),
+    [
+        ("torch.manual_seed(0)", "torch.randn_like(x)", "torch.manual_seed(0 + fleet.worker_index()) after the model"),
+        ("", "torch.randint(0, 9, (8,))", "torch.manual_seed(seed + fleet.worker_index()) after the model"),
+        ("torch.manual_seed(rank)", "torch.randn_like(x)", ""),
+        ("torch.manual_seed(0)", "torch.randn(8, generator=own)", ""),
+        ("torch.manual_seed(0)", "x", ""),
+    ],
+)
+def test_equal_draws_of_a_loop_are_noted(seed: str, draw: str, noted: str) -> None:
+    text = (
+        f"import torch\n\n{seed}\nnet = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    )
+    text += f"for x in torch.utils.data.DataLoader([1]):\n    net({draw}).sum().backward()\n    optimizer.step()\n"
+    said = [found.todo for found in migrate(text).findings if "draws" in found.why]
+    assert [noted in todo for todo in said] == [True] * bool(noted), said
+
+
 def test_a_block_is_indented_as_the_script_is() -> None:
     text = "import torch\n\ndef save(net):\n\ttorch.save(\n\t\tnet, 'a.pt')\n"
     loop = "net = torch.nn.Linear(2, 1)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"

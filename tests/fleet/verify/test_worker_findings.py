@@ -9,7 +9,7 @@ from fleet.verify.worker_findings import differing, worker_findings
 
 def update(**changes: Any) -> dict[str, Any]:
     same = {"kind": "update", "n": 1, "rates": [0.1], "modes": {}, "entry": {}, "buffers": {}, "gradients": {}}
-    return {**same, "parameters": {}, "masks": [], **changes}
+    return {**same, "parameters": {}, "draws": [], **changes}
 
 
 def causes(*workers: dict[str, Any], held: tuple[str, ...] = ("w",)) -> list[str]:
@@ -27,8 +27,8 @@ def test_what_differs_is_named() -> None:
     assert causes(update(), update(rates=[0.05])) == ["scheduler-stepped-unevenly"]
     assert causes(update(rates=[0.4]), update(rates=[0.4])) == ["learning-rate-scaled-twice"]
     assert causes(update(modes={"n": True}), update(modes={"n": False})) == ["batchnorm-statistics"]
-    assert causes(update(masks=["a"]), update(masks=["a"])) == ["dropout-seeded-alike"]
-    assert causes(update(masks=["a"]), update(masks=["b"])) == []
+    assert causes(update(draws=["a"]), update(draws=["a"])) == ["dropout-seeded-alike"]
+    assert causes(update(draws=["a"]), update(draws=["b"])) == []
     assert causes(update(), update(), held=()) == ["optimizer-of-other-parameters"]
 
 

@@ -11,7 +11,7 @@ def test_sees_scalars_until_stopped() -> None:
     """A.8 adaptive: both ways of calling backward are seen; tensors that are no loss are not."""
     original = torch.autograd.backward
     seen: list[torch.Tensor] = []
-    stop = watch_losses(seen.append)
+    stop = watch_losses(lambda loss, gradient: seen.append(loss))
     x = torch.tensor([2.0, 3.0], requires_grad=True)
     (x * x).sum().backward()
     torch.autograd.backward([(x * 5).sum()])

@@ -1,0 +1,91 @@
+"""OwnDraws: random numbers that a loop draws for different rows are different ones on each replica."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fleet.checks.comparison import listed_ranks
+from fleet.errors import OptionWarning
+from fleet.job.axes import DATA_AXES
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.whereabouts import user_line
+from fleet.job.wrapped_model import WrappedModel
+
+_LOOKS = 20  # updates until which a loop that draws has drawn
+
+
+class OwnDraws(Listener):
+    """Compares the generators of the replicas once the loop has drawn from them, and warns where they are equal.
+
+    The loop draws between a batch and the end of its forward, or in a loop without a torch DataLoader between two
+    steps. What the DataLoader itself draws does not count.
+
+    Args:
+        job: the workers, and where they stand.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.sleeps = True
+        self._before = ""  # the state from which the loop draws
+        self._trains = False
+        self._line = ""
+        self._left = _LOOKS
+
+    def model_wrapped(self, model: WrappedModel) -> None:
+        """Looks from now on, where there are several replicas."""
+        if self._left and self._job.collective and self._job.data_replicas > 1 and self._job.roll_call is not None:
+            self._job.listeners.wake(self)
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """Notes the state after the draws of the DataLoader."""
+        self._before = self._state()
+
+    def before_forward(self, model: WrappedModel) -> None:
+        """Notes a forward that trains."""
+        self._trains |= torch.is_grad_enabled() and model.training
+
+    def forward_ends(self) -> None:
+        """Posts the state after a forward that trains, where the loop has drawn."""
+        if self._trains:
+            self._post()
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Warns where the replicas have drawn the same numbers."""
+        self._post()
+        self._left -= 1
+        roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)
+        said = roll_call.posted("draws", replicas) if self._line and roll_call is not None else {}
+        if said or not self._left:
+            self._left = 0
+            self._job.listeners.put_to_sleep(self)
+        same = [rank for rank, text in said.items() if text == said[self._job.global_rank]]
+        if len(same) > 1 and self._job.global_rank == 0:
+            own = "data_rank" if self._job.world_size > self._job.data_replicas else "worker_index"
+            warnings.warn(
+                f"{self._line}: {listed_ranks(same)} draw the same random numbers (noise, masks of dropout) for their "
+                f"different rows: they are seeded alike. Write torch.manual_seed(seed + fleet.{own}()) after the model "
+                "is made. Draw what all workers must have alike from a torch.Generator of its own.",
+                OptionWarning,
+                stacklevel=3,
+            )
+        self._before = self._state()
+
+    def _post(self) -> None:
+        now = self._state()
+        if self._line or not self._before or now == self._before or self._job.roll_call is None:
+            return
+        self._line = user_line()
+        self._job.roll_call.post("draws", now)
+
+    def _state(self) -> str:
+        states = [torch.get_rng_state()]
+        if self._job.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            states.append(torch.cuda.get_rng_state(self._job.device))
+        return hashlib.sha256(torch.cat(states).numpy().tobytes()).hexdigest()[:32]

@@ -1,0 +1,135 @@
+"""OwnRows: each replica trains on rows of its own, in another order in each epoch, and steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fleet.checks.comparison import listed_ranks
+from fleet.checks.same_rows import digests
+from fleet.errors import OptionWarning
+from fleet.job.axes import DATA_AXES
+from fleet.job.job import Job
+from fleet.job.listener import Listener
+from fleet.job.whereabouts import user_line
+from fleet.job.wrapped_model import WrappedModel
+
+_LOOKS = 20  # at what the others have posted; in lockstep the first finds all of it
+
+
+@dataclass
+class _Loop:
+    """One loop over a DataLoader: where it is, how many steps it has made, and whether it repeats an earlier order."""
+
+    line: str
+    sampler: Any  # torch's DistributedSampler that shuffles, or None
+    steps: int = 0
+    repeats: bool = False
+
+
+class OwnRows(Listener):
+    """Looks at the torch DataLoaders that a loop trains from, and warns once of each call that the script forgot.
+
+    Args:
+        job: the workers, and where they stand.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.sleeps = True
+        self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
+        self._loop: _Loop | None = None
+        self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that were trained, by sampler
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._batch: Any = None
+        self._line = ""
+        self._left = _LOOKS
+        self._said: set[str] = set()
+
+    def model_wrapped(self, model: WrappedModel) -> None:
+        """Looks from now on, where there are several replicas."""
+        if self._job.collective and self._job.data_replicas > 1 and self._job.roll_call is not None:
+            self._job.listeners.wake(self)
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """Notes the loop, and until rows were compared its batch."""
+        if batches._num_yielded == 1:
+            self._loops[batches] = self._begin(batches._index_sampler)
+        self._loop = self._loops.get(batches)
+        if not self._line:
+            self._batch = batch
+
+    def before_forward(self, model: WrappedModel) -> None:
+        """Posts the rows of the first batch that trains."""
+        if self._batch is None or not (torch.is_grad_enabled() and model.training):
+            return
+        found = digests(self._batch)
+        self._batch = None
+        self._line = user_line()
+        if self._job.roll_call is not None and found:
+            self._job.roll_call.post("rows", json.dumps(found))
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Warns of equal rows, and of an order that was trained before."""
+        if self._line and self._left:
+            self._left -= 1
+            self._compare()
+        loop = self._loop
+        if loop is None:
+            return
+        loop.steps += 1
+        if loop.steps == 2 and loop.sampler is not None:  # one step over all rows has no order
+            self._epochs[loop.sampler] = loop.sampler.epoch
+            if loop.repeats:
+                self._warn(
+                    f"{loop.line}: this epoch has the order of an earlier one, because DistributedSampler shuffles by "
+                    f"its epoch, which is {loop.sampler.epoch} again. Call sampler.set_epoch(epoch) before each loop, "
+                    "or use fleet.elastic.ElasticSampler, which counts by itself."
+                )
+
+    def _begin(self, indices: Any) -> _Loop:
+        line = user_line()
+        job = self._job
+        if indices in self._begun and job.optimizers and not job.num_steps and any(m._passes.begun for m in job.models):
+            self._warn(
+                f"{line}: a whole loop over the data has called backward(), and the optimizer that "
+                "distributed_optimizer() returned has not stepped. Call optimizer.step() after backward()."
+            )
+        self._begun.add(indices)
+        sampler = getattr(indices, "sampler", indices)
+        kind: Any = getattr(sys.modules.get("torch.utils.data.distributed"), "DistributedSampler", None)
+        orders = kind is not None and isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__
+        if not orders or not sampler.shuffle:
+            return _Loop(line, None)
+        return _Loop(line, sampler, repeats=self._epochs.get(sampler) == sampler.epoch)
+
+    def _compare(self) -> None:
+        roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)
+        said = {} if roll_call is None else roll_call.posted("rows", replicas)
+        if not said:
+            return
+        self._left = 0
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in said.items():
+            ranks_of.setdefault(text, []).append(rank)
+        same = max(ranks_of.values(), key=len)
+        if len(same) > 1:
+            self._warn(
+                f"{self._line}: {listed_ranks(same)} train on the same rows: the first batches that their DataLoaders "
+                "gave are bit-equal. Give the DataLoader sampler=DistributedSampler(data, num_replicas="
+                "fleet.data_replicas(), rank=fleet.data_rank()) or fleet.elastic.ElasticSampler(data); an "
+                "IterableDataset leaves out the rows of the others itself."
+            )
+
+    def _warn(self, text: str) -> None:
+        """Warns once; worker 0 speaks for all."""
+        if self._job.global_rank == 0 and text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, OptionWarning, stacklevel=4)
