@@ -69,7 +69,7 @@ class OneLoss(Listener):
 
     def _note(self, loss: Tensor, gradient: Tensor | None) -> None:
         due = not self._updates or any(map(is_checked, self._updates.values()))
-        if not due or not forwards_behind(loss):  # the loss of another model is the script's own affair
+        if not due or loss.grad_fn is None or not forwards_behind(loss):  # another model is the script's own affair
             return
         with torch.no_grad():
             value = loss.detach().double() * (1.0 if gradient is None else gradient)

@@ -20,12 +20,14 @@ from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._shared.casts import nested_tensors
 
+_NUMBERS = 1 << 16  # of each tensor of a batch
 _LOOKS = 20  # at what the others have posted; in lockstep the first finds all of it
 
 
 @dataclass
-class _Loop:
+class _LoaderLoop:
     """One loop over a DataLoader: where it is, how many steps it has made, and whether it repeats an earlier order."""
 
     line: str
@@ -44,10 +46,10 @@ class OwnRows(Listener):
     def __init__(self, job: Job) -> None:
         self._job = job
         self.sleeps = True
-        self._loops: weakref.WeakKeyDictionary[Any, _Loop] = weakref.WeakKeyDictionary()
-        self._loop: _Loop | None = None
+        self._loops: weakref.WeakKeyDictionary[Any, _LoaderLoop] = weakref.WeakKeyDictionary()
+        self._loop: _LoaderLoop | None = None
         self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that were trained, by sampler
-        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: set[int] = set()  # data sets, by id
         self._batch: Any = None
         self._line = ""
         self._left = _LOOKS
@@ -61,7 +63,7 @@ class OwnRows(Listener):
     def batch_given(self, batches: Any, batch: Any) -> None:
         """Notes the loop, and until rows were compared its batch."""
         if batches._num_yielded == 1:
-            self._loops[batches] = self._begin(batches._index_sampler)
+            self._loops[batches] = self._begin(id(batches._dataset), batches._index_sampler)
         self._loop = self._loops.get(batches)
         if not self._line:
             self._batch = batch
@@ -70,7 +72,8 @@ class OwnRows(Listener):
         """Posts the rows of the first batch that trains."""
         if self._batch is None or not (torch.is_grad_enabled() and model.training):
             return
-        found = digests(self._batch)
+        tensors = [tensor for tensor in nested_tensors(self._batch) if tensor.layout is torch.strided]
+        found = digests([tensor.reshape(-1)[:_NUMBERS] for tensor in tensors])
         self._batch = None
         self._line = user_line()
         if self._job.roll_call is not None and found:
@@ -94,21 +97,22 @@ class OwnRows(Listener):
                     "or use fleet.elastic.ElasticSampler, which counts by itself."
                 )
 
-    def _begin(self, indices: Any) -> _Loop:
+    def _begin(self, data: int, indices: Any) -> _LoaderLoop:
         line = user_line()
         job = self._job
-        if indices in self._begun and job.optimizers and not job.num_steps and any(m._passes.begun for m in job.models):
+        stands = job.optimizers and not (job.num_steps or job.updating)  # a closure may loop before its first step ends
+        if data in self._begun and stands and any(model._passes.begun for model in job.models):
             self._warn(
                 f"{line}: a whole loop over the data has called backward(), and the optimizer that "
                 "distributed_optimizer() returned has not stepped. Call optimizer.step() after backward()."
             )
-        self._begun.add(indices)
+        self._begun.add(data)
         sampler = getattr(indices, "sampler", indices)
         kind: Any = getattr(sys.modules.get("torch.utils.data.distributed"), "DistributedSampler", None)
         orders = kind is not None and isinstance(sampler, kind) and type(sampler).__iter__ is kind.__iter__
         if not orders or not sampler.shuffle:
-            return _Loop(line, None)
-        return _Loop(line, sampler, repeats=self._epochs.get(sampler) == sampler.epoch)
+            return _LoaderLoop(line, None)
+        return _LoaderLoop(line, sampler, repeats=self._epochs.get(sampler) == sampler.epoch)
 
     def _compare(self) -> None:
         roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import fleet
 from fleet.job.axes import Axes
+from fleet.meta_parallel import sequence_mean
 from tests.helpers.toy_mesh import WIDTH, Toy, batch, own_rows, whole_parameters
 from tests.strategies._shared.norm_jobs import init
 
@@ -61,11 +62,11 @@ def train(axes: Axes, switch: str) -> dict[str, Any]:
     losses = []
     for step in range(STEPS):
         tensors = [own_rows(tensor, axes) for tensor in batch(step)]
-        num_rows = len(tensors[0])
-        x, y = (tensor.chunk(axes.size("sep", "cp"))[axes.rank("sep", "cp")] for tensor in tensors)
-        loss = cross_entropy(model(x), y, reduction="sum") / num_rows  # as for tokens of one sequence
+        parts = axes.size("sep", "cp")
+        x, y = (tensor.chunk(parts)[axes.rank("sep", "cp")] for tensor in tensors)
+        loss = sequence_mean(cross_entropy(model(x), y, reduction="sum"), len(x))  # as for tokens of one sequence
         loss.backward()
-        losses.append(float(loss.detach()) / axes.data_replicas)
+        losses.append(float(loss.detach()) / parts / axes.data_replicas)
         optimizer.step()
         optimizer.zero_grad()
     assert torch.isfinite(torch.tensor(losses)).all()
