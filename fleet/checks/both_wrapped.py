@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleet.checks.comparison import checksums, digest
+from fleet.checks.same_rows import first_rows
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.job import Job
 from fleet.job.listener import Listener
@@ -32,6 +33,7 @@ class BothWrapped(Listener):
         self._job = job
         self._first: weakref.ref[Optimizer] | None = None
         self._left = _LOOKS
+        self._batch: Any = None
         self._handle: Any = None
         if job.collective and job.world_size > 1:
             self._handle = register_optimizer_step_pre_hook(self._look_at_raw_step)
@@ -44,11 +46,17 @@ class BothWrapped(Listener):
         """The job trains with Fleet."""
         self.close()
 
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """Keeps the batch of the first step, where nothing is wrapped."""
+        if self._handle is not None and self._first is None:
+            self._batch = batch
+
     def close(self) -> None:
         """Looks at steps of plain optimizers no longer."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            self._batch = None
 
     def before_wrap(self, module: nn.Module) -> None:
         """Raises ConfigError where another wrapper in ``module`` exchanges its gradients already."""
@@ -90,10 +98,11 @@ class BothWrapped(Listener):
             )
 
     def _look_at_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Warns, where nothing is wrapped, that the workers step with different gradients of the same parameters.
+        """Warns, where nothing is wrapped, that the workers train alone: with other gradients, or with the same rows.
 
         Nobody waits: the first step of the first optimizer posts its gradients, and later ones look at the others'. A
-        script that exchanges gradients itself has equal ones, and a class of shards of its own is not compared.
+        script that exchanges gradients itself has equal ones of other rows. A class of shards of its own is not
+        compared.
         """
         roll_call = self._job.roll_call
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -101,22 +110,33 @@ class BothWrapped(Listener):
             self.close()
         elif self._first is None:
             gradients = {f"{at}": p.grad for at, p in enumerate(held) if p.grad is not None and not p.grad.is_sparse}
+            said = [[list(p.shape) for p in held], digest(checksums(gradients)), first_rows(self._batch)]
             self._first = weakref.ref(optimizer)
-            roll_call.post("plain step", json.dumps([[list(p.shape) for p in held], digest(checksums(gradients))]))
+            self._batch = None
+            roll_call.post("plain step", json.dumps(said))
         elif self._first() is optimizer:
             found = roll_call.posted("plain step", range(self._job.world_size))
-            shapes, sums = zip(*map(json.loads, found.values()), strict=True) if found else ((), ())
             self._left -= 1
             if found or not self._left:
                 self.close()
-            if all(shape == shapes[0] for shape in shapes) and len(set(sums)) > 1 and self._job.global_rank == 0:
-                warnings.warn(
-                    f"{user_line()}: the workers step with different gradients, and neither fleet.distributed_model() "
-                    "nor fleet.distributed_optimizer() was called: each trains a model of its own. Call model = "
-                    "fleet.distributed_model(model) and optimizer = fleet.distributed_optimizer(optimizer).",
-                    OptionWarning,
-                    stacklevel=3,
-                )
+            if found and self._job.global_rank == 0:
+                self._judge([json.loads(text) for text in found.values()])
+
+    def _judge(self, said: list[Any]) -> None:
+        """Warns where workers with equal shapes of parameters ``said`` other gradients, or the same rows."""
+        shapes, sums, rows = zip(*said, strict=True)
+        apart, alike = len(set(sums)) > 1, len(set(rows)) == 1 and rows[0]
+        if any(shape != shapes[0] for shape in shapes) or not (apart or alike):
+            return
+        what = "step with different gradients" if apart else "train on the same rows"
+        warnings.warn(
+            f"{user_line()}: the workers {what}, and neither fleet.distributed_model() nor "
+            "fleet.distributed_optimizer() was called: each trains a model of its own. Call model = "
+            "fleet.distributed_model(model) and optimizer = fleet.distributed_optimizer(optimizer), and divide the "
+            "rows with torch's DistributedSampler.",
+            OptionWarning,
+            stacklevel=4,
+        )
 
 
 def wraps_optimizers(strategy: Strategy) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 import weakref
@@ -13,16 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from fleet.checks.comparison import listed_ranks
-from fleet.checks.same_rows import digests
+from fleet.checks.same_rows import first_rows
 from fleet.errors import OptionWarning
 from fleet.job.axes import DATA_AXES
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
-from fleet.strategies._shared.casts import nested_tensors
 
-_NUMBERS = 1 << 16  # of each tensor of a batch
 _LOOKS = 20  # at what the others have posted; in lockstep the first finds all of it
 
 
@@ -72,12 +69,11 @@ class OwnRows(Listener):
         """Posts the rows of the first batch that trains."""
         if self._batch is None or not (torch.is_grad_enabled() and model.training):
             return
-        tensors = [tensor for tensor in nested_tensors(self._batch) if tensor.layout is torch.strided]
-        found = digests([tensor.reshape(-1)[:_NUMBERS] for tensor in tensors])
+        rows = first_rows(self._batch)
         self._batch = None
         self._line = user_line()
-        if self._job.roll_call is not None and found:
-            self._job.roll_call.post("rows", json.dumps(found))
+        if self._job.roll_call is not None and rows:
+            self._job.roll_call.post("rows", rows)
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Warns of equal rows, and of an order that was trained before."""

@@ -20,8 +20,10 @@ from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import named
 from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._shared.casts import nested_tensors
 from fleet.strategies._shared.exchanged_texts import gather_texts
 
+_NUMBERS = 1 << 16  # of a tensor
 _BATCHES = 3  # a sampler with the wrong rank is wrong from the first batch
 
 
@@ -180,6 +182,12 @@ def different_rows(call: str, groups: list[list[int]], axes: Axes) -> str:
         "num_replicas=fleet.data_replicas(), rank=fleet.data_rank()); the rank and the number of all workers are "
         "right only without mp, pp, sep and cp. Draw random augmentations alike on these workers."
     )
+
+
+def first_rows(batch: Any) -> str:
+    """Returns a text that differs where the first numbers of the tensors of ``batch`` do; empty where it has none."""
+    tensors = [tensor for tensor in nested_tensors(batch) if tensor.layout is torch.strided]
+    return digest(digests([tensor.reshape(-1)[:_NUMBERS] for tensor in tensors])) if tensors else ""
 
 
 def digests(data: Any) -> dict[str, str]:

@@ -62,12 +62,7 @@ class BatchLoops(Listener):
         self.checkpoints: list[PeriodicSave] = []
         self.holds_untrained = False
         self.sleeps = True
-        self._stop: Callable[[], None] | None = None
-
-    def model_wrapped(self, model: WrappedModel) -> None:
-        """Watches torch's DataLoaders from now on, where more than one worker trains."""
-        if self._stop is None and self._job.collective and self._job.world_size > 1:
-            self._stop = watch_loaders(self._give)
+        self._stop = watch_loaders(self._give) if job.collective and job.world_size > 1 else None
 
     def close(self) -> None:
         """Watches no longer."""

@@ -87,6 +87,21 @@ def unwrapped(exchanges: bool) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, OptionWarning)]
 
 
+def alone() -> list[str]:
+    """Forgets everything: each worker trains the same model on the same rows."""
+    net = started()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), 4, shuffle=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (x,) in loader:
+            plain(net, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.distributed.barrier()
+    return [str(one.message) for one in caught if issubclass(one.category, OptionWarning)]
+
+
 def by_hand(draws: bool) -> list[str]:
     """Trains without a DataLoader."""
     net = started()
@@ -117,6 +132,7 @@ def forgotten(rank: int, world_size: int) -> dict[str, list[str]]:
         "masks": said(plain, nn.Dropout(0.5)),
         "noise without a DataLoader": by_hand(draws=True),
         "nothing wrapped": unwrapped(exchanges=False),
+        "nothing at all": alone(),
     }
     started()
     for embedding in (nn.Embedding(4, 2, scale_grad_by_freq=True), nn.EmbeddingBag(4, 2, scale_grad_by_freq=True)):
@@ -141,7 +157,8 @@ def test_each_fault_is_said_once_with_its_line() -> None:
     assert "sampler=DistributedSampler(data, num_replicas=fleet.data_replicas()" in first["one replica"][0]
     assert "sampler.set_epoch(epoch)" in first["no set_epoch"][0]
     assert "Call optimizer.step()" in first["no step"][0]
-    assert "fleet.distributed_model(model)" in first["nothing wrapped"][0]
+    assert "step with different gradients" in first["nothing wrapped"][0]
+    assert "train on the same rows, and neither" in first["nothing at all"][0]
     for name in ("noise", "masks", "noise without a DataLoader"):
         assert "Write torch.manual_seed(seed + fleet.worker_index()) after the model is made" in first[name][0]
 
