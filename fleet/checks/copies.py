@@ -248,7 +248,7 @@ class Copies(Listener):
 
     def _read(self, topic: str, ranks: Sequence[int]) -> list[Any]:
         roll_call = self._job.roll_call
-        return [] if roll_call is None else [json.loads(text) for text in roll_call.posted(topic, ranks)]
+        return [] if roll_call is None else [json.loads(text) for text in roll_call.posted(topic, ranks).values()]
 
     def _take_in_buffers(self) -> None:
         """Lets the strategies send buffers that all workers have registered since the last comparison."""

@@ -147,22 +147,6 @@ class RollCall:
         finally:
             self._meeting = None
 
-    def post(self, topic: str, text: str) -> None:
-        """Says ``text`` about ``topic``, which others may read from now on; an empty text withdraws it."""
-        with contextlib.suppress(dist.DistError):  # rank 0 has ended; the next exchange says so
-            if text:
-                self._store.set(f"{topic}/{self.global_rank}", text)
-            else:
-                self._store.delete_key(f"{topic}/{self.global_rank}")
-
-    def posted(self, topic: str, ranks: Sequence[int]) -> list[str]:
-        """Returns what each of ``ranks`` says about ``topic``; an empty list where one says nothing yet."""
-        names = [f"{topic}/{rank}" for rank in ranks]
-        with contextlib.suppress(dist.DistError):
-            if self._store.check(names):
-                return [text.decode() for text in self._store.multi_get(names)]
-        return []
-
     def leave_topic(self, topic: str, count: int) -> None:
         """Says that this worker, about to raise, has read ``topic``; on rank 0 returns when ``count`` workers have."""
         with contextlib.suppress(dist.DistError):
@@ -171,10 +155,13 @@ class RollCall:
                 self._await_readers(topic, count)
 
     def post(self, subject: str, text: str) -> None:
-        """Posts ``text`` for :meth:`posted` of the others, and waits for nobody."""
-        with contextlib.suppress(dist.DistError):
-            if self._is_served():
-                self._store.set(f"posted/{subject}/{self.global_rank}", text)
+        """Posts ``text`` for :meth:`posted` of the others and waits for nobody; an empty text withdraws the last."""
+        name = f"posted/{subject}/{self.global_rank}"
+        with contextlib.suppress(dist.DistError):  # rank 0 has ended; the next exchange says so
+            if self._is_served() and text:
+                self._store.set(name, text)
+            elif self._is_served():
+                self._store.delete_key(name)
 
     def posted(self, subject: str, ranks: Sequence[int]) -> dict[int, str]:
         """Returns what ``ranks`` have posted about ``subject``; empty until all of them have."""

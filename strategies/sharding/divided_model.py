@@ -142,8 +142,8 @@ class DividedModule(nn.Module):
 
     def check_memory(self) -> None:
         """Raises ConfigError when a gathered parameter was written or moved, which its part would not see."""
-        for hooks in self._gathered:
-            hooks.check_memory()
+        for unit in self._units:
+            unit.check_memory()
 
     @outside_graphs
     def _follow_memory(self) -> None:
