@@ -22,6 +22,7 @@ FOLDERS = (
     "benchmarks",
     "examples/*",
     "fleet/checkpoint",
+    "fleet/checks",
     "fleet/job",
     "fleet/ps",
     "fleet/training",
