@@ -147,18 +147,22 @@ class Outer(Example):
 
 
 class Impure(Example):
-    """A block that changes its buffers: the vectors of a spectral norm, and a counter that scales."""
+    """A block that changes its buffers: the vector of a power iteration, in place, and a counter, assigned anew."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+            self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+            self.register_buffer("direction", torch.ones(16) / 4)
             self.register_buffer("runs", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
             if self.training:
+                with torch.no_grad():
+                    self.direction.copy_(F.normalize(self.weight @ (self.weight.T @ self.direction), dim=0))
                 self.runs = self.runs + 1
-            return torch.tanh(self.layer(x)) * (1 + 1 / (1 + self.runs))
+            size = (self.direction.clone() @ self.weight).norm()
+            return torch.tanh(F.linear(x, self.weight / size)) * (1 + 1 / (1 + self.runs))
 
     def nets(self) -> list[nn.Module]:
         return [nn.Sequential(Impure.Block(), nn.Linear(16, 4))]
