@@ -1,6 +1,6 @@
 """Runs compositions of model, loop, strategies and workers, and compares each with plain torch in one process.
 
-``python -m tests.properties.compositions --draws 5000 --seed 0 [--only NUMBER]`` runs them without pytest.
+``python -m tests.properties.compositions --draws 5000 --seed 0 [--series invariant] [--only NUMBER]`` runs them without pytest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from tests.properties.draws import Composition, Judgement, draw, expectation, judge, smaller
+from tests.properties.draws import Composition, Judgement, draw, expectation, invariant, judge, planned, smaller
 from tests.properties.pool import Pool
 from tests.properties.script import script_of
 
 SIZES = (1, 2, 4)
+SERIES = {made.__name__: made for made in (draw, invariant, planned)}
 # Without pytest, whose fork server has what tests/conftest.py names.
 PRELOAD = ["torch.nn.parallel", "torch.distributed.fsdp", "fleet.facade", "tests.properties.pool"]
 
@@ -125,6 +126,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--series", choices=SERIES, default="draw")
     parser.add_argument("--only", type=int, help="one draw")
     parser.add_argument("--most-faults", type=int, default=1000)
     parser.add_argument("--no-shrink", action="store_true")
@@ -132,7 +134,14 @@ def main() -> None:
     asked = parser.parse_args()
     multiprocessing.set_forkserver_preload(PRELOAD)
     numbers = range(asked.start, asked.draws) if asked.only is None else [asked.only]
-    report = run(numbers, asked.seed, shrinks=not asked.no_shrink, most_faults=asked.most_faults, tell=True)
+    report = run(
+        numbers,
+        asked.seed,
+        drawn=SERIES[asked.series],
+        shrinks=not asked.no_shrink,
+        most_faults=asked.most_faults,
+        tell=True,
+    )
     print(report)
     for place, (made, _, _) in enumerate(report.faults if asked.scripts else []):
         (asked.scripts / f"draw_{made.number}.py").write_text(report.script(place))

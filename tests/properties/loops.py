@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fleet
-from tests.properties.models import Example, batch
+from tests.properties.models import Example
 
 CLIP = 0.05  # small enough to act in every step
 
@@ -26,7 +26,7 @@ class Turn:
 
     def loss(self, number: int) -> Tensor:
         """Runs the models on this worker's batch of that number."""
-        return getattr(self.job.example, self.name)(self.job.models, *batch(number, self.job.rank))
+        return getattr(self.job.example, self.name)(self.job.models, *self.job.example.data(number, self.job.rank))
 
     def zero_grad(self, **options: Any) -> None:
         for optimizer in self.optimizers:
@@ -64,7 +64,8 @@ class Loop:
     update; the batches in ``skipped`` run forward only; the rate is halved every ``halved_every`` batches;
     ``clears_first`` says that each turn clears the gradients of its models before its backward pass; ``hook`` comes
     before each update, registered on the optimizer before it is wrapped, ``parameter_hook`` after each gradient,
-    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss.
+    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss; ``tries_invariants`` says
+    that only the draws of invariants take it.
     """
 
     run: Callable[[Job], None]
@@ -76,6 +77,7 @@ class Loop:
     hook: Callable[..., None] | None = None
     parameter_hook: Callable[[Any], None] | None = None
     weight: Callable[[Tensor, list[Any]], float] | None = None
+    tries_invariants: bool = False
 
 
 LOOPS: dict[str, Loop] = {}
@@ -329,3 +331,55 @@ def raw_optimizer(job: Job) -> None:
 def raw_model(job: Job) -> None:
     job.models = [model.module for model in job.models]
     zero_first(job)
+
+
+@loop(clears_first=True, tries_invariants=True)
+def converted(job: Job) -> None:
+    for number, turn in job:
+        if number == 1:
+            for model in job.models:
+                model.double().float()
+        turn.zero_grad()
+        turn.loss(number).backward()
+        turn.step()
+
+
+@loop(clears_first=True, tries_invariants=True)
+def weights_assigned(job: Job) -> None:
+    for number, turn in job:
+        for p in turn.parameters():
+            p.data = p.data.clone()
+        turn.zero_grad()
+        turn.loss(number).backward()
+        turn.step()
+
+
+@loop(clears_first=True, tries_invariants=True, weight=lambda *_: 0.5)
+def gradients_assigned(job: Job) -> None:
+    for number, turn in job:
+        turn.zero_grad()
+        turn.loss(number).backward()
+        for p in turn.parameters():
+            if p.grad is not None:
+                p.grad.data = p.grad.data * 0.5
+        turn.step()
+
+
+@loop(parts=2, clears_first=True, tries_invariants=True)
+def last_stays_local(job: Job) -> None:
+    for number, turn in job:
+        turn.zero_grad()
+        (turn.loss(2 * number) / 2).backward()
+        with contextlib.ExitStack() as stack:
+            for model in job.models:
+                stack.enter_context(model.no_sync())
+            (turn.loss(2 * number + 1) / 2).backward()
+        turn.step()
+
+
+@loop(parts=2, clears_first=True, tries_invariants=True)
+def one_loss_of_two(job: Job) -> None:
+    for number, turn in job:
+        turn.zero_grad()
+        (turn.loss(2 * number) / 2 + turn.loss(2 * number + 1) / 2).backward()
+        turn.step()

@@ -34,6 +34,12 @@ class Example:
     block = "0"  # a module of every net that can be recomputed, or be a unit of sharding
     has_norm = False
     shares = False  # whether a turn leaves gradients in the parameters of an optimizer that does not follow
+    tries_invariants = False  # whether only the draws of invariants take it
+    may_stop_late = False  # whether a batch may leave out a parameter that earlier ones used
+
+    def data(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Returns a batch of one worker."""
+        return batch(number, rank)
 
     def nets(self) -> list[nn.Module]:
         """Returns new networks; torch's generator decides their parameters."""
@@ -239,10 +245,58 @@ class Wide(Example):
         return [nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))]
 
 
+class ByWorker(Example):
+    """Two branches, of which the rows of a worker choose one."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.a if x[0, 0] > 0 else self.b)(torch.tanh(self.first(x)))
+
+    block = "first"
+    tries_invariants = True
+    may_stop_late = True
+
+    def nets(self) -> list[nn.Module]:
+        return [ByWorker.Net()]
+
+
+class ByBatch(ByWorker):
+    """Two branches, of which each batch uses one on all workers."""
+
+    def data(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(number, rank)
+        x[:, 0] = number % 2 - 0.5
+        return x, y
+
+
+class Counted(Example):
+    """A layer that counts its forwards in a buffer, and whose output depends on the count."""
+
+    class Warmed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.calls.add_(1)
+            return self.layer(x) * (1 + self.calls / 8)
+
+    tries_invariants = True
+
+    def nets(self) -> list[nn.Module]:
+        return [nn.Sequential(Counted.Warmed(), nn.Tanh(), nn.Linear(16, 4))]
+
+
 MODELS: dict[str, type[Example]] = {
     kind.__name__: kind
     for kind in (
         Mlp, ConvNorm, Attention, Tied, Listed, Outside, Penalty, Outer, Impure, Frozen, Thawed, Chain, Alternating,
-        Gan, Wide,
+        Gan, Wide, ByWorker, ByBatch, Counted,
     )
 }  # fmt: skip

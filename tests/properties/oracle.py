@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.properties.loops import LOOPS
-from tests.properties.models import MODELS, batch, optimizer_of
+from tests.properties.models import MODELS, optimizer_of
 
 Gradients = dict[int, Tensor]  # place of the parameter in its optimizer -> gradient
 # Relative error of one rounding: half the gap between 1 and the next number.
@@ -79,7 +79,7 @@ class Oracle:
         losses = [0.0 for _ in self.workers]
         for part in range(parts):
             self.choose_masks()
-            data = [batch(parts * number + part, rank) for rank in range(len(self.workers))]
+            data = [self.example.data(parts * number + part, rank) for rank in range(len(self.workers))]
             together = self.on("sync_batch_norm") and self.example.has_norm
             if together:
                 data = [tuple(torch.cat(column) for column in zip(*data, strict=True))] * len(data)  # type: ignore[misc]
@@ -123,7 +123,10 @@ class Oracle:
         if self.local is not None or num == 1:
             return sparse
         summed = self.options.get("gradient_scale_configs", {}).get("scale_strategy", "avg") != "avg"
-        for i in windows[0]:
+        used = {i: window[i] for window in windows for i in window}
+        for window in windows:  # a worker whose rows left a parameter out adds nothing
+            window.update({i: torch.zeros_like(gradient) for i, gradient in used.items() if i not in window})
+        for i in sorted(used):
             if self.is_sparse(place, i):
                 sparse.add(i)
                 parts = [self.sent(w, place, i, window[i]) for w, window in zip(self.workers, windows, strict=True)]

@@ -76,8 +76,7 @@ def script_of(made: Composition, fault: str, expected: list[dict[str, Tensor]]) 
     parts: list[Any] = [
         models.batch,
         models.optimizer_of,
-        models.Example,
-        models.MODELS[made.model],
+        *reversed(models.MODELS[made.model].__mro__[:-1]),
         loops.Turn,
         loops.Job,
     ]

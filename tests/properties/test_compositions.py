@@ -17,14 +17,19 @@ from tests.helpers.ready_python import run_python
 from tests.properties.compositions import Report, pools, run, run_one
 from tests.properties.draws import (
     NAMES,
+    PLAIN_LOOPS,
+    PLAIN_MODELS,
     PLANNED_WITH,
     PLANS,
+    TRYING_LOOPS,
+    TRYING_MODELS,
     WHOLE_GRADIENTS,
     Composition,
     difference,
     draw,
     expectation,
     initial,
+    invariant,
     judge,
     planned,
 )
@@ -35,6 +40,7 @@ from tests.properties.script import script_of
 
 QUICK, ALL = 200, 5200
 PLANNED, MORE_PLANNED, ALL_PLANNED = 20, 80, 400
+INVARIANT, ALL_INVARIANT = 60, 5060
 PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
@@ -72,15 +78,24 @@ def test_all_compositions_divided_by_a_plan() -> None:
     check(run(range(MORE_PLANNED, ALL_PLANNED), seed=0, drawn=planned))
 
 
+def test_compositions_in_which_an_invariant_is_at_stake() -> None:
+    check(run(range(INVARIANT), seed=0, drawn=invariant, most_faults=3))
+
+
+@pytest.mark.long
+def test_all_compositions_in_which_an_invariant_is_at_stake() -> None:
+    check(run(range(INVARIANT, ALL_INVARIANT), seed=0, drawn=invariant))
+
+
 def test_the_plans_reach_everything() -> None:
     made = [planned(i, 0) for i in range(ALL_PLANNED)]
     assert {one.model for one in made} == {*PLANS}
-    assert {one.loop for one in made} == {*LOOPS} - {*WHOLE_GRADIENTS}
+    assert {one.loop for one in made} == {*PLAIN_LOOPS} - {*WHOLE_GRADIENTS}
     assert {name for one in made for name in one.names} == {*PLANNED_WITH}
     assert {(one.workers, one.copies) for one in made} == {(2, 1), (4, 2)}
 
 
-@pytest.mark.parametrize("drawn", [draw, planned])
+@pytest.mark.parametrize("drawn", [draw, invariant, planned])
 def test_a_draw_is_a_function_of_its_number_and_the_seed(drawn: Callable[[int, int], Composition]) -> None:
     assert [drawn(i, 3) for i in range(50)] == [drawn(i, 3) for i in range(50)]
     assert draw(1000, 0) != replace(draw(1000, 1))
@@ -88,9 +103,12 @@ def test_a_draw_is_a_function_of_its_number_and_the_seed(drawn: Callable[[int, i
 
 def test_the_draws_reach_everything() -> None:
     made = [draw(i, 0) for i in range(QUICK)]
-    assert {one.model for one in made} == set(MODELS)
-    assert {one.loop for one in made} == set(LOOPS)
+    assert {one.model for one in made} == {*PLAIN_MODELS}
+    assert {one.loop for one in made} == {*PLAIN_LOOPS}
     assert {name for one in made for name in one.names} == set(NAMES)
+    tried = [invariant(i, 0) for i in range(INVARIANT)]
+    assert {one.model for one in tried} >= {*TRYING_MODELS}
+    assert {one.loop for one in tried} >= {*TRYING_LOOPS}
 
 
 def test_what_is_wrong_is_found() -> None:
