@@ -1,6 +1,7 @@
 """Runs compositions of model, loop, strategies and workers, and compares each with plain torch in one process.
 
-``python -m tests.properties.compositions --draws 5000 --seed 0 [--series invariant] [--only NUMBER]`` runs them without pytest.
+``python -m tests.properties.compositions --draws 5000 --seed 0 [--series invariant] [--only NUMBER]`` runs them
+without pytest.
 """
 
 from __future__ import annotations

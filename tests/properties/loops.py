@@ -64,8 +64,8 @@ class Loop:
     update; the batches in ``skipped`` run forward only; the rate is halved every ``halved_every`` batches;
     ``clears_first`` says that each turn clears the gradients of its models before its backward pass; ``hook`` comes
     before each update, registered on the optimizer before it is wrapped, ``parameter_hook`` after each gradient,
-    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss; ``tries_invariants`` says
-    that only the draws of invariants take it.
+    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss; only the
+    draws of invariants take what ``tries_invariants``.
     """
 
     run: Callable[[Job], None]

@@ -40,7 +40,7 @@ from tests.properties.script import script_of
 
 QUICK, ALL = 200, 5200
 PLANNED, MORE_PLANNED, ALL_PLANNED = 20, 80, 400
-INVARIANT, ALL_INVARIANT = 60, 5060
+INVARIANT, ALL_INVARIANT = 80, 5080
 PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
