@@ -308,6 +308,8 @@ def judge(made: Composition, results: list[dict[str, Any]], expected: list[dict[
         if any(result["moved"] for result in results) and not may_stop_late(made):
             return Judgement("refused", f"refused after a step was taken: {outcomes[0]}")
         return Judgement("refused", reason=outcomes[0].partition(": ")[2])
+    if kinds == {"hangs", "refused"} and MODELS[made.model].may_stop_late:  # a launcher would end the others
+        return Judgement("refused", reason=next(o for o in outcomes if o.startswith("refused")).partition(": ")[2])
     if kinds == {"error"} and torch_refuses(made) and not any(result["moved"] for result in results):
         return Judgement("refused", reason=f"torch: {outcomes[0]}")
     if kinds != {"trained"}:

@@ -26,6 +26,7 @@ from tests.properties.models import MODELS, optimizer_of
 LIMIT_S = 20.0  # for one draw; the first of a pool also imports
 STARTED_S = 60.0
 COMPILED_S = 200.0
+WAIT_LIMIT_S = "4"  # a worker that waits for one that cannot come says so within this time
 STRAGGLERS_S = 6.0  # for the others, after one worker has raised
 
 
@@ -42,7 +43,7 @@ class Pool:
         ports = free_ports(self.workers + 1)
         for rank in range(self.workers):
             ours, theirs = context.Pipe()
-            environment = worker_environment(rank, self.workers, ports)
+            environment = worker_environment(rank, self.workers, ports) | {"FLEET_WAIT_LIMIT": WAIT_LIMIT_S}
             process = context.Process(target=serve, args=(theirs, environment, rank), daemon=True)
             process.start()
             theirs.close()

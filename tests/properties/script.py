@@ -82,6 +82,8 @@ def script_of(made: Composition, fault: str, expected: list[dict[str, Tensor]]) 
     ]
     if loop.hook is not None:
         parts.append(loop.hook)
+    if loop.parameter_hook is not None:
+        parts.append(loop.parameter_hook)
     if loop.weight is not None:
         parts.append(loop.weight)
     if made.loop == "raw_model":
