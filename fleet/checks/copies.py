@@ -153,6 +153,8 @@ class Copies(Listener):
         """Returns what every worker along ``COPY_AXES`` holds alike, and what of it is whole along mp, by name."""
         found: dict[str, Tensor] = {}
         whole: list[str] = []
+        if self._watched.trains_locally:
+            return found, whole
         for number, model in enumerate(self._watched.models):
             layouts = layouts_of(model.module)
             of_model = f" of model {number}" if number else ""

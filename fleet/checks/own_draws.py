@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from fleet.checks.comparison import listed_ranks
+from fleet.checks.same_rows import first_rows
 from fleet.errors import OptionWarning
 from fleet.job.axes import DATA_AXES
 from fleet.job.job import Job
@@ -23,8 +24,9 @@ _LOOKS = 20  # updates until which a loop that draws has drawn
 class OwnDraws(Listener):
     """Compares the generators of the replicas once the loop has drawn from them, and warns where they are equal.
 
-    The loop draws between a batch and the end of its forward, or in a loop without a torch DataLoader between two
-    steps. What the DataLoader itself draws does not count.
+    The loop draws between a batch and the end of its forward. What the DataLoader itself draws does not count. A loop
+    without one may draw the rows of all workers alike and take its own: before its forward, draws count only where
+    the inputs are the same too.
 
     Args:
         job: the workers, and where they stand.
@@ -34,6 +36,9 @@ class OwnDraws(Listener):
         self._job = job
         self.sleeps = True
         self._before = ""  # the state from which the loop draws
+        self._is_loaded = False  # a DataLoader gave the batch
+        self._at_forward = ""  # the state at the beginning of forward
+        self._rows = ""
         self._trains = False
         self._line = ""
         self._left = _LOOKS
@@ -46,10 +51,14 @@ class OwnDraws(Listener):
     def batch_given(self, batches: Any, batch: Any) -> None:
         """Notes the state after the draws of the DataLoader."""
         self._before = self._state()
+        self._is_loaded = True
 
-    def before_forward(self, model: WrappedModel) -> None:
-        """Notes a forward that trains."""
+    def forward_begins(self, model: WrappedModel, inputs: Any) -> None:
+        """Notes a forward that trains, and without a DataLoader its rows."""
         self._trains |= torch.is_grad_enabled() and model.training
+        if not self._is_loaded:
+            self._at_forward = self._state()
+            self._rows = first_rows(inputs)
 
     def forward_ends(self) -> None:
         """Posts the state after a forward that trains, where the loop has drawn."""
@@ -58,7 +67,6 @@ class OwnDraws(Listener):
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Warns where the replicas have drawn the same numbers."""
-        self._post()
         self._left -= 1
         roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)
         said = roll_call.posted("draws", replicas) if self._line and roll_call is not None else {}
@@ -76,13 +84,15 @@ class OwnDraws(Listener):
                 stacklevel=3,
             )
         self._before = self._state()
+        self._is_loaded = False
 
     def _post(self) -> None:
         now = self._state()
         if self._line or not self._before or now == self._before or self._job.roll_call is None:
             return
         self._line = user_line()
-        self._job.roll_call.post("draws", now)
+        draws_rows = not self._is_loaded and now == self._at_forward
+        self._job.roll_call.post("draws", now + self._rows if draws_rows else now)
 
     def _state(self) -> str:
         states = [torch.get_rng_state()]

@@ -267,7 +267,8 @@ class Watched(Listener):
         """Watches ``optimizer`` from now on."""
         assert isinstance(optimizer, OptimizerWrapper)
         self.optimizers[optimizer] = OptimizerWatch(optimizer, user_optimizer)
-        self._count_registrations()
+        if self.job.collective:
+            self._count_registrations()
 
     def optimizer_unwrapped(self, optimizer: Optimizer) -> None:
         """Removes the hooks from the user's ``optimizer``."""

@@ -308,4 +308,5 @@ KEYS = {
 OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_inf", "asp_configs"} | {
     "trackers",
     "tracker_configs",
+    "check_every",
 }
