@@ -217,6 +217,8 @@ def stay_equal(rank: int, world_size: int) -> dict[str, Any]:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", "The `srun` command")
+        # job() seeds all workers alike, and Normed has masks.
+        warnings.filterwarnings("ignore", ".*draw the same random numbers")
         for name, options in OPTIONS.items():
             change = nothing if name in ("stage 2", "stage 3") else alike
             found[name] = weights(trained(rank, change, {**options, **EVERY}))
