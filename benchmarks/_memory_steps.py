@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fleet import fleet
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "resnet"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "resnet")]
+from _peak import measured_bytes  # noqa: E402
 from model import ResNet  # noqa: E402
 
 
@@ -45,20 +44,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         del images
-
-
-def measured_bytes(step: Any) -> int:
-    """Returns the most that was allocated at one time while ``step()`` ran."""
-    if torch.cuda.is_available():
-        step()
-        return torch.cuda.max_memory_allocated()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
 
 
 def main(arguments: list[str]) -> None:

@@ -26,7 +26,7 @@ import fleet
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet"))
-from _memory_steps import measured_bytes  # noqa: E402
+from _peak import measured_bytes  # noqa: E402
 from _strategy_jobs import BY_HAND, JOBS, WIDTHS, fresh  # noqa: E402
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]
