@@ -70,9 +70,7 @@ def memory_table(args: argparse.Namespace) -> str:
                 worst = max(one[kind] for one in found) / MIB
                 peaks.setdefault(name, {}).setdefault(kind, []).append(worst)
         print(peaks, file=sys.stderr)
-    rows = [
-        [name, *(text for v in kinds.values() for text in (spread(v, 0), ""))] for name, kinds in peaks.items()
-    ]
+    rows = [[name, *(text for v in kinds.values() for text in (spread(v, 0), ""))] for name, kinds in peaks.items()]
     for row, kinds in zip(rows, peaks.values(), strict=True):
         for place, (kind, values) in enumerate(kinds.items()):
             row[2 + 2 * place] = f"{median(peaks[OURS][kind]) / median(values):.3f}"

@@ -18,6 +18,7 @@ FOLDERS = (
     "docs",
     "strategies",
     "strategies/_gradients",
+    "strategies/sharding",
     "deploy",
     "benchmarks",
     "examples/*",
