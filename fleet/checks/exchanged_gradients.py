@@ -110,7 +110,7 @@ class ExchangedGradients(Listener):
 
         Raises ConfigError where it is inside a sharded model, and no step could use it.
         """
-        if any(model.is_divided and model.model._passes.stays_local for model in watch.models):
+        if any(model.is_divided and model.model._passes.has_local for model in watch.models):
             raise ConfigError(
                 "step() came after a backward pass whose gradients are still inside the sharded model, because it ran "
                 "under no_sync(). Run the last one before step() outside it."

@@ -81,7 +81,6 @@ class Passes:
         reducer: the data-parallel module, if there is one.
         arrivals: the gradients that arrive at its parameters, if there is one.
         begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
-        stays_local: whether the last pass has kept its gradients on this worker.
         everyone: returns the parameters of all models that may share a graph with this one.
         hearing: returns what is called for a hook of the job's listeners.
     """
@@ -98,7 +97,6 @@ class Passes:
         self.begun = self.exchanged = 0
         self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
         self.reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
-        self.stays_local = False
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
         self._latest = Forward(exchanges=True, begun=True)
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
@@ -149,6 +147,12 @@ class Passes:
                 found
             )  # most likely of the next pass, too; a search takes ten times as long
         return found is not None
+
+    @property
+    def has_local(self) -> bool:
+        """Whether a divided model holds gradients that no pass has exchanged yet."""
+        has: Any = getattr(self._exchanging, "has_local", None)
+        return has is not None and bool(has())
 
     def watch_loss(self, loss: Tensor, exchanges: bool) -> Tensor:
         """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
@@ -211,7 +215,6 @@ class Passes:
             self._prepared = False
         exchanges = exchanged or bool(getattr(self._exchanging, "exchanges", False))
         self.exchanged += exchanges
-        self.stays_local = not exchanges
         for end in self.ends:
             end()
         for tell in self.hearing("gradients_arrived"):

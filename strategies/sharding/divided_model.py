@@ -186,6 +186,10 @@ class DividedModule(nn.Module):
             self.set_exchanges(before[0])
             self.held = before[1]
 
+    def has_local(self) -> bool:
+        """Returns whether gradients are here that no backward pass has exchanged yet."""
+        return any(unit.has_local() for unit in self._units)
+
     def drop_local(self, parameters: Iterable[Tensor]) -> None:
         """Drops the gradients of ``parameters`` that no backward pass has exchanged yet."""
         dropped = set(parameters)
@@ -329,6 +333,10 @@ class GatheredUnit:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
+
+    def has_local(self) -> bool:
+        """Returns whether whole gradients wait at what was gathered."""
+        return any(gathered.grad is not None for gathered in self._hooked.values())
 
     def drop_local(self, parts: Set[Tensor]) -> None:
         """Drops the whole gradients that wait at what ``parts`` were gathered into; FSDP2 adds them up there."""

@@ -196,7 +196,8 @@ def test_without_an_invariant_its_kinds_are_silent_again() -> None:
     for name, kind in KINDS.items():
         for found in workers:
             said, far = found[name]
-            assert kind.refusal in said and bool(said) == bool(kind.refusal), (name, said)
+            assert kind.refusal in said, name
+            assert bool(said) == bool(kind.refusal), said
             assert far < 1e-6, name
         without_it = [found[f"{name} off"] for found in workers]
         assert [said for said, _ in without_it] == ["", ""], name
