@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checks.comparison import checksums, first_difference, listed_ranks
-from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched, missed
+from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched, arrivals_of, missed
 from fleet.errors import ConfigError
 from fleet.job.listener import Listener
 from fleet.strategies._shared.experts import is_expert
@@ -115,7 +115,7 @@ class ExchangedGradients(Listener):
                 "step() came after a backward pass whose gradients are still inside the sharded model, because it ran "
                 "under no_sync(). Run the last one before step() outside it."
             )
-        arrivals = [a for model in self._watched.models.values() if (a := model.model._passes.arrivals) is not None]
+        arrivals = arrivals_of(self._watched.models.values())
         if not any(one.local for one in arrivals):
             return []
         held = {id(p) for p in watch.optimizer.parameters()}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from fleet.checks.comparison import checksums, digest
 from fleet.errors import ConfigError, RendezvousError
@@ -22,6 +21,7 @@ from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._gradients.arrivals import Arrivals
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layouts_of
@@ -30,6 +30,7 @@ from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _TRAINS = attrgetter("requires_grad")
 _KIND = attrgetter("dtype", "device")
+_LEFT = "fleet_left"  # the version of a gradient that a step has left behind
 
 
 class LoadNote:
@@ -110,7 +111,9 @@ class ModelWatch:
             return ""
         seen = {id(p) for model in models for p in model.trained}
         for name, p in self.model.named_parameters():
-            if id(p) not in seen and p.requires_grad and p.grad is not None and bool(p.grad.any()):
+            if id(p) in seen or not p.requires_grad or p.grad is None or not bool(p.grad.any()):
+                continue
+            if not any(one.has_exchanged(p) for one in arrivals_of(models)):
                 return name
         return ""
 
@@ -151,8 +154,6 @@ class OptimizerWatch:
         exchanged: how often they had exchanged gradients at its last update.
         agreed: what the workers have compared so far: the numbers of exchanges between two updates, and the parameters
             whose gradients hold something that came after the last one.
-        left: a gradient that its last step left behind, and its version; held weakly, because a gradient is often a
-            view of a whole bucket.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, user_optimizer: Optimizer) -> None:
@@ -164,7 +165,6 @@ class OptimizerWatch:
         self.models: dict[ModelWatch, int] = {}
         self.exchanged: dict[ModelWatch, int] = {}
         self.agreed: set[tuple[int | str, ...]] = set()
-        self.left: tuple[TensorWeakRef, int] | None = None
         self.seen: tuple[int, ...] = ()
         self.handles: list[Any] = []
         if hasattr(user_optimizer, "_optimizer_load_state_dict_pre_hooks"):
@@ -188,18 +188,17 @@ class OptimizerWatch:
 
     def has_only_old_gradients(self) -> bool:
         """Returns whether no gradient arrived since the last step."""
-        now = self._first_gradient()
-        return now is not None and self.left is not None and now[0] is self.left[0]() and now[1] == self.left[1]
+        first = self._first_gradient()
+        return first is not None and vars(first).get(_LEFT) == first._version
 
     def note_step(self) -> None:
-        """Records what a step leaves behind."""
-        now = self._first_gradient()
-        self.left = None if now is None else (TensorWeakRef(now[0]), now[1])
+        """Marks what a step leaves behind: a reference would hold a bucket, or keep torch from converting a layer."""
+        if (first := self._first_gradient()) is not None:
+            vars(first)[_LEFT] = first._version
 
-    def _first_gradient(self) -> tuple[Tensor, int] | None:
+    def _first_gradient(self) -> Tensor | None:
         gradients = (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
-        first = next(gradients, None)
-        return None if first is None else (first, first._version)
+        return next(gradients, None)
 
     @property
     def is_divided(self) -> bool:
@@ -354,6 +353,11 @@ class Watched(Listener):
 
     def _count(self, *_: Any) -> None:
         self.registered += 1
+
+
+def arrivals_of(models: Iterable[ModelWatch]) -> list[Arrivals]:
+    """Returns what watches the gradients of data-parallel ``models``."""
+    return [found for model in models if (found := model.model._passes.arrivals) is not None]
 
 
 def missed(job: Job) -> str:

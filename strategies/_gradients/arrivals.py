@@ -46,6 +46,7 @@ class Arrivals:
         self._is_running = is_running
         self._begin_unseen = begin_unseen
         self._nodes: dict[nn.Parameter, Any] = {}  # kept alive: torch keeps a node as long as somebody does
+        self._frozen: dict[nn.Parameter, Any] = {}  # since they were exchanged; they may have gradients
         self._handles: list[Any] = []
         self._came: set[Tensor] | None = None  # in this pass, if it exchanges
         self._expected: set[Tensor] | None = None  # what the reducer expects in it; None: all
@@ -56,9 +57,13 @@ class Arrivals:
 
     def follow(self) -> None:
         """Watches the parameters that the reducer exchanges now."""
+        present, known, local = set(self._reducer.module.parameters()), self._frozen | self._nodes, self.local.copy()
         self.release()
+        self._frozen = {p: node for p, node in known.items() if p in present and not p.requires_grad}
         self._nodes = {p: accumulator_of(p) for p in self._reducer._module_parameters if p.requires_grad}
-        for parameter, node in self._nodes.items():
+        watched = self._nodes | self._frozen
+        self.local = local.intersection(watched)
+        for parameter, node in watched.items():
             node.metadata.setdefault(_WATCHERS, weakref.WeakSet()).add(self)
             self._handles.append(node.register_prehook(partial(_arrive, weakref.ref(self), parameter)))
 
@@ -68,10 +73,11 @@ class Arrivals:
             self._handles.pop().remove()
         self.local.clear()
         self._nodes = {}
+        self._frozen = {}
 
     def has_exchanged(self, parameter: Tensor) -> bool:
-        """Returns whether the reducer exchanges ``parameter`` and nothing was added to its gradient since."""
-        return parameter in self._nodes and parameter not in self.local
+        """Returns whether the reducer has exchanged ``parameter`` and nothing was added to its gradient since."""
+        return (parameter in self._nodes or parameter in self._frozen) and parameter not in self.local
 
     def begin(self) -> None:
         """Begins a pass that exchanges."""
@@ -99,7 +105,7 @@ class Arrivals:
         if not self._is_running() and not any(one._is_running() for one in self._sharing(parameter)):
             self._begin_unseen()
         came = self._came
-        if came is None:
+        if came is None or parameter in self._frozen:
             self.local.add(parameter)
             return
         if parameter in came:
@@ -128,7 +134,7 @@ class Arrivals:
                 self._complete(missing)
         finally:
             self._came = None
-        self.local.clear()
+        self.local.difference_update(self._nodes)
 
     def _complete(self, missing: Sequence[nn.Parameter]) -> None:
         finds_unused = self._reducer.find_unused_parameters
@@ -157,7 +163,7 @@ class Arrivals:
         return parameter in self.local and parameter.grad is not None and parameter.requires_grad
 
     def _sharing(self, parameter: nn.Parameter) -> Iterable[Arrivals]:
-        found: Iterable[Arrivals] = self._nodes[parameter].metadata[_WATCHERS]
+        found: Iterable[Arrivals] = (self._nodes.get(parameter) or self._frozen[parameter]).metadata[_WATCHERS]
         return found
 
     def _named(self, parameters: Iterable[Tensor]) -> str:

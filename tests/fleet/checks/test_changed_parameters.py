@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -147,6 +149,43 @@ def add_adapters(rank: int, world_size: int) -> Tensor:
 def test_adapters_that_are_added_after_wrapping() -> None:
     first, second = run_workers(add_adapters, 2, backend=None)
     torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+def frozen_between_passes(model: Any, steps: Any, held: Callable[[], Any], rows: Sequence[int]) -> None:
+    """The layer 2 has a gradient of the first pass, is frozen in the second one and thawed before the step."""
+    for step in range(0, STEPS, 2):
+        for rank in rows:
+            with held():
+                (model(batch(step, rank)).square().mean() / len(rows)).backward()
+        net = getattr(model, "module", model)
+        net[2].requires_grad_(False)
+        for rank in rows:
+            (model(batch(step + 1, rank)).square().mean() / len(rows)).backward()
+        net[2].requires_grad_(True)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        steps.step()
+        steps.zero_grad()
+
+
+def freeze_between_passes(rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
+    for option in ("data_parallel", "stage 1"):
+        for is_held in (False, True):
+            _, _, optimizer, model = job(OPTIONS[option])
+            held = model.no_sync if is_held else nullcontext
+            said = message(partial(frozen_between_passes, model, optimizer, held, [rank]))
+            found.append(said if is_held else said or weights(model))
+    return found
+
+
+def test_a_gradient_of_a_parameter_that_was_frozen_meanwhile() -> None:
+    """It is used where it was exchanged before, and refused where it stayed local."""
+    net = network()
+    frozen_between_passes(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), nullcontext, range(2))
+    for found in run_workers(freeze_between_passes, 2, backend=None):
+        for exchanged, local in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(exchanged, flat(net.state_dict()), atol=1e-6, rtol=0)
+            assert "'2.weight'" in local
 
 
 def thaw_alone(rank: int, world_size: int) -> str:

@@ -104,6 +104,11 @@ def layer_to_half_before_the_forward(module: Any, step: Callable[[], None]) -> N
     first_layer(module).half().float()
 
 
+def layer_converted_beside_its_gradients(module: Any, step: Callable[[], None]) -> None:
+    step()
+    first_layer(module).double().float()
+
+
 def layer_moved_by_a_function(module: Any, step: Callable[[], None]) -> None:
     step()
     module.zero_grad()
@@ -139,7 +144,7 @@ def plain_loop(module: Any, step: Callable[[], None]) -> None:
 CHANGES = (
     plain_loop, weights_clamped, weights_pulled_back, weights_normalized, gradients_halved, gradients_signed,
     gradients_decayed, layer_to_double_and_back, layer_to_half_before_the_forward, layer_moved_by_a_function,
-    norm_of_torch, norm_gathered, norm_compared,
+    norm_of_torch, norm_gathered, norm_compared, layer_converted_beside_its_gradients,
 )  # fmt: skip
 CASES: list[tuple[Any, Any, dict[str, Any]]] = [
     (perceptron, lambda parameters: torch.optim.SGD(parameters, 0.1), {"stage": 2}),
