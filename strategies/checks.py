@@ -11,13 +11,14 @@ from fleet.strategies._declare.strategy import top_level
 @top_level
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings(Config):
-    """How often the workers compare what they hold as copies."""
+    """How often the workers compare what they hold as copies, and their losses."""
 
     in_ps_job = False
 
     check_every: int = setting(
         500,
-        "updates between two comparisons of what the workers hold as copies: parameters, learning rates and step "
-        "counts; the first 3 updates are compared, too. 0 compares none",
+        "updates between two comparisons of what the workers hold as copies (parameters, learning rates and step "
+        "counts), and of the losses of workers along mp, sep and cp; the first 3 updates are compared, too. 0 compares "
+        "none",
         at_least=0,
     )

@@ -21,14 +21,13 @@ from fleet.strategies._gradients.passes import forwards_behind
 from fleet.strategies._shared.exchanged_texts import gather_texts
 from fleet.strategies._shared.loss_value import watch_losses
 
-_FIRST = 3
-_CHECK_EVERY = 300
+_FIRST = 3  # updates that are preceded by a comparison from the start
 # Workers of one copy compute a loss from the same numbers in the same order; unlike kernels round otherwise.
 _TOLERANCE = 1e-5
 
 
 class OneLoss(Listener):
-    """Compares, before the first updates of each optimizer and some later ones, the losses that led to it.
+    """Compares, before the first updates of each optimizer and every ``check_every``, the losses that led to it.
 
     Only a worker of the last pipeline stage has a loss. Backward notes it, and the workers compare at the step, which
     all of them make; a loop in which one of them calls no backward is told so there.
@@ -44,11 +43,13 @@ class OneLoss(Listener):
         self._updates: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._losses: list[tuple[Tensor, float]] = []  # values, and how far apart rounding may bring them
         self._line = "no line"
+        self._every = 0
 
     def model_wrapped(self, model: WrappedModel) -> None:
         """Watches backward from now on, where other workers compute the loss too."""
         axes = self._job.axes
-        if self._stop is None and axes.size(*LOSS_AXES) > 1 and axes.rank("pp") == axes.size("pp") - 1:
+        self._every = self._job.options["check_every"]
+        if self._every and self._stop is None and axes.size(*LOSS_AXES) > 1 and axes.rank("pp") == axes.size("pp") - 1:
             self._stop = watch_losses(self._note)
             self._job.listeners.wake(self)
 
@@ -68,7 +69,7 @@ class OneLoss(Listener):
             self._stop()
 
     def _note(self, loss: Tensor, gradient: Tensor | None) -> None:
-        due = not self._updates or any(map(is_checked, self._updates.values()))
+        due = any(is_checked(number, self._every) for number in self._updates.values() or [0])
         if not due or loss.grad_fn is None or not forwards_behind(loss):  # another model is the script's own affair
             return
         with torch.no_grad():
@@ -80,7 +81,7 @@ class OneLoss(Listener):
         number, losses, axes = self._updates.get(optimizer, 0), self._losses, self._job.axes
         self._updates[optimizer] = number + 1
         self._losses = []
-        group = axes.group(*LOSS_AXES) if is_checked(number) else None
+        group = axes.group(*LOSS_AXES) if is_checked(number, self._every) else None
         if group is None:
             return
         text = json.dumps([self._line, [(float(value), tolerance) for value, tolerance in losses]])
@@ -90,9 +91,9 @@ class OneLoss(Listener):
             raise ConfigError(different_losses(shown, axes.ranks(*LOSS_AXES), axes))
 
 
-def is_checked(number: int) -> bool:
-    """Returns whether the losses before the update ``number``, counted from 0, are compared."""
-    return number < _FIRST or number % _CHECK_EVERY == 0
+def is_checked(number: int, every: int) -> bool:
+    """Returns whether the losses before the update ``number``, counted from 0, are compared; ``every`` 0: never."""
+    return every > 0 and (number < _FIRST or number % every == 0)
 
 
 def are_one(rows: Sequence[Sequence[tuple[float, float]]]) -> bool:

@@ -2604,8 +2604,9 @@ class TypedOptions:
     @execution_strategy.setter
     def execution_strategy(self, value: ExecutionStrategyConfigDict | ExecutionStrategy) -> None: ...
     check_every: int
-    """Updates between two comparisons of what the workers hold as copies: parameters, learning rates and step
-    counts; the first 3 updates are compared, too. 0 compares none. Default: 500.
+    """Updates between two comparisons of what the workers hold as copies (parameters, learning rates and step
+    counts), and of the losses of workers along mp, sep and cp; the first 3 updates are compared, too. 0 compares
+    none. Default: 500.
     """
     fuse_all_reduce_ops: bool
     """Send gradients in buckets; False sends each parameter by itself. Default: True."""

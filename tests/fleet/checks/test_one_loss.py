@@ -29,7 +29,8 @@ def test_what_counts_as_one() -> None:
     assert not are_one([[(1.0, 1e-5)], [(1.0001, 1e-5)]])
     assert not are_one([[(1.0, 1e-5)], [(float("nan"), 1e-5)]])
     assert not are_one([[(1.0, 1e-5)] * 2, [(1.0, 1e-5)]])
-    assert [number for number in range(700) if is_checked(number)] == [0, 1, 2, 300, 600]
+    assert [number for number in range(700) if is_checked(number, 300)] == [0, 1, 2, 300, 600]
+    assert not is_checked(0, 0)
 
 
 def divided_words() -> nn.Module:

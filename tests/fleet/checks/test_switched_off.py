@@ -124,7 +124,7 @@ class Kind:
 
 
 # A loss of the columns that each worker along mp holds.
-MP = {"hybrid_configs": {"mp_degree": 2}, "tensor_parallel_configs": {"plan": {"0": "column"}}}
+MP = {"check_every": 1, "hybrid_configs": {"mp_degree": 2}, "tensor_parallel_configs": {"plan": {"0": "column"}}}
 KINDS = {
     "1": Kind(
         without(Copies, "_post"), "'body.weight' (worker 1", before_step=weight_of_one, options={"check_every": 1}
