@@ -279,8 +279,7 @@ KNOWN = {*VALUES, "asp", "sync_batch_norm", "check_nan_inf", "cudnn_exhaustive_s
 def torch_refuses(made: Composition) -> bool:
     """Returns whether the script itself mixes divided parameters with whole tensors, which torch refuses."""
     stage = made.options.get("sharding_configs", {}).get("stage", 1) if made.workers > 1 else 1
-    searched = made.model == "Outer" and bool(made.options.get("find_unused_parameters"))  # what forward does not use
-    return searched or (stage > 1 and (made.model == "Penalty" or made.loop == "measured"))
+    return stage > 1 and (made.model == "Penalty" or made.loop == "measured")
 
 
 def may_stop_late(made: Composition) -> bool:
