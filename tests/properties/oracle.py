@@ -91,7 +91,9 @@ class Oracle:
                 if self.loop.weight is not None:
                     weight *= self.loop.weight(loss, [p for _, _, p in trained])
                 gradients = torch.autograd.grad(loss * weight, [p for _, _, p in trained], allow_unused=True)
-                losses[rank] = float(loss.detach()) * weight * LAST_BACKWARD.get(self.loop.run.__name__, 1.0)
+                run = self.loop.run.__name__
+                before = losses[rank] if run == "one_loss_of_two" else 0.0
+                losses[rank] = before + float(loss.detach()) * weight * LAST_BACKWARD.get(run, 1.0)
                 for (place, i, _), gradient in zip(trained, gradients, strict=True):
                     if gradient is not None:
                         add(found[rank][place], i, gradient)
