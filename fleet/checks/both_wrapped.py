@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fleet.checks.comparison import checksums, digest
+from fleet.checks.said_once import SaidOnce
 from fleet.checks.same_rows import first_rows
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.job import Job
@@ -23,8 +24,6 @@ from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._declare.strategy import Strategy
 
-_LOOKS = 20  # of steps at what the others have posted
-
 
 class BothWrapped(Listener):
     """Looks, where ``job`` begins to train, for the call that the script has left out."""
@@ -32,7 +31,7 @@ class BothWrapped(Listener):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._first: weakref.ref[Optimizer] | None = None
-        self._left = _LOOKS
+        self._steps = SaidOnce(job, "plain step")
         self._batch: Any = None
         self._handle: Any = None
         if job.collective and job.world_size > 1:
@@ -104,22 +103,20 @@ class BothWrapped(Listener):
         script that exchanges gradients itself has equal ones of other rows. A class of shards of its own is not
         compared.
         """
-        roll_call = self._job.roll_call
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if roll_call is None or any(type(p) not in (Tensor, nn.Parameter) for p in held):
+        if self._job.roll_call is None or any(type(p) not in (Tensor, nn.Parameter) for p in held):
             self.close()
         elif self._first is None:
             gradients = {f"{at}": p.grad for at, p in enumerate(held) if p.grad is not None and not p.grad.is_sparse}
             said = [[list(p.shape) for p in held], digest(checksums(gradients)), first_rows(self._batch)]
             self._first = weakref.ref(optimizer)
             self._batch = None
-            roll_call.post("plain step", json.dumps(said))
+            self._steps.say(json.dumps(said))
         elif self._first() is optimizer:
-            found = roll_call.posted("plain step", range(self._job.world_size))
-            self._left -= 1
-            if found or not self._left:
+            found = self._steps.heard(range(self._job.world_size))
+            if self._steps.is_over:
                 self.close()
-            if found and self._job.global_rank == 0:
+            if found:
                 self._judge([json.loads(text) for text in found.values()])
 
     def _judge(self, said: list[Any]) -> None:

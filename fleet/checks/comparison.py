@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._shared.parts import local
 
+_Said = TypeVar("_Said")
 _WORDS = 1 << 16  # of 8 bytes; a longer tensor is summed in slices of this length
 
 
@@ -84,6 +86,19 @@ def first_difference(rows: Iterable[Mapping[str, object]]) -> str:
     rows = list(rows)
     names = {name: None for row in rows for name in row}
     return next((name for name in names if len({row.get(name) for row in rows}) > 1), "")
+
+
+def ranks_by(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
+    """Returns the ranks that have ``said`` each value.
+
+    Example:
+        >>> ranks_by({0: "a", 1: "b", 2: "a"})
+        {'a': [0, 2], 'b': [1]}
+    """
+    found: dict[_Said, list[int]] = {}
+    for rank, value in said.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def listed_ranks(ranks: Iterable[int]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks, weights_on
+from fleet.checks.comparison import checksums, digest, first_difference, listed_ranks, ranks_by, weights_on
 from fleet.checks.watched import OptimizerWatch, Watched
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
@@ -220,9 +220,7 @@ class Copies(Listener):
         ]
         name = first_difference([{name: row.get(name) for name in names} for row in values])
         held = [row[name] for row in values] if name else [row["digest"] for row in said.values()]
-        sides: dict[Any, list[int]] = {}
-        for rank, value in zip(ranks, held, strict=True):
-            sides.setdefault(value, []).append(rank)
+        sides = ranks_by(dict(zip(ranks, held, strict=True)))
         is_setting = bool(name) and isinstance(held[0], str)
         shown = [f"{value} on {listed_ranks(at)}" if is_setting else listed_ranks(at) for value, at in sides.items()]
         before = f"equal after update {self._equal_after}, " if self._equal_after else ""

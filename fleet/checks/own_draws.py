@@ -10,15 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from fleet.checks.comparison import listed_ranks
+from fleet.checks.said_once import SaidOnce
 from fleet.checks.same_rows import first_rows
 from fleet.errors import OptionWarning
 from fleet.job.axes import DATA_AXES
 from fleet.job.job import Job
 from fleet.job.listener import Listener
-from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
-
-_LOOKS = 20  # updates until which a loop that draws has drawn
 
 
 class OwnDraws(Listener):
@@ -40,12 +38,11 @@ class OwnDraws(Listener):
         self._at_forward = ""  # the state at the beginning of forward
         self._rows = ""
         self._trains = False
-        self._line = ""
-        self._left = _LOOKS
+        self._draws = SaidOnce(job, "draws")
 
     def model_wrapped(self, model: WrappedModel) -> None:
         """Looks from now on, where there are several replicas."""
-        if self._left and self._job.collective and self._job.data_replicas > 1 and self._job.roll_call is not None:
+        if not self._draws.is_over and self._job.collective and self._job.data_replicas > 1:
             self._job.listeners.wake(self)
 
     def batch_given(self, batches: Any, batch: Any) -> None:
@@ -67,19 +64,16 @@ class OwnDraws(Listener):
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Warns where the replicas have drawn the same numbers."""
-        self._left -= 1
-        roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)
-        said = roll_call.posted("draws", replicas) if self._line and roll_call is not None else {}
-        if said or not self._left:
-            self._left = 0
+        said = self._draws.heard(self._job.axes.ranks(*DATA_AXES))
+        if self._draws.is_over:
             self._job.listeners.put_to_sleep(self)
         same = [rank for rank, text in said.items() if text == said[self._job.global_rank]]
-        if len(same) > 1 and self._job.global_rank == 0:
+        if len(same) > 1:
             own = "data_rank" if self._job.world_size > self._job.data_replicas else "worker_index"
             warnings.warn(
-                f"{self._line}: {listed_ranks(same)} draw the same random numbers (noise, masks of dropout) for their "
-                f"different rows: they are seeded alike. Write torch.manual_seed(seed + fleet.{own}()) after the model "
-                "is made. Draw what all workers must have alike from a torch.Generator of its own.",
+                f"{self._draws.line}: {listed_ranks(same)} draw the same random numbers (noise, masks of dropout) for "
+                f"their different rows: they are seeded alike. Write torch.manual_seed(seed + fleet.{own}()) after the "
+                "model is made. Draw what all workers must have alike from a torch.Generator of its own.",
                 OptionWarning,
                 stacklevel=3,
             )
@@ -88,11 +82,9 @@ class OwnDraws(Listener):
 
     def _post(self) -> None:
         now = self._state()
-        if self._line or not self._before or now == self._before or self._job.roll_call is None:
-            return
-        self._line = user_line()
-        draws_rows = not self._is_loaded and now == self._at_forward
-        self._job.roll_call.post("draws", now + self._rows if draws_rows else now)
+        if self._before and now != self._before:
+            draws_rows = not self._is_loaded and now == self._at_forward
+            self._draws.say(now + self._rows if draws_rows else now)
 
     def _state(self) -> str:
         states = [torch.get_rng_state()]

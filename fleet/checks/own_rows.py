@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fleet.checks.comparison import listed_ranks
+from fleet.checks.comparison import listed_ranks, ranks_by
+from fleet.checks.said_once import SaidOnce
 from fleet.checks.same_rows import first_rows
 from fleet.errors import OptionWarning
 from fleet.job.axes import DATA_AXES
@@ -19,8 +20,6 @@ from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
 from fleet.job.wrapped_model import WrappedModel
-
-_LOOKS = 20  # at what the others have posted; in lockstep the first finds all of it
 
 
 @dataclass
@@ -48,8 +47,8 @@ class OwnRows(Listener):
         self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that were trained, by sampler
         self._begun: set[int] = set()  # data sets, by id
         self._batch: Any = None
-        self._line = ""
-        self._left = _LOOKS
+        self._rows = SaidOnce(job, "rows")
+        self._has_seen_rows = False
         self._said: set[str] = set()
 
     def model_wrapped(self, model: WrappedModel) -> None:
@@ -62,7 +61,7 @@ class OwnRows(Listener):
         if batches._num_yielded == 1:
             self._loops[batches] = self._begin(id(batches._dataset), batches._index_sampler)
         self._loop = self._loops.get(batches)
-        if not self._line:
+        if not self._has_seen_rows:
             self._batch = batch
 
     def before_forward(self, model: WrappedModel) -> None:
@@ -71,15 +70,13 @@ class OwnRows(Listener):
             return
         rows = first_rows(self._batch)
         self._batch = None
-        self._line = user_line()
-        if self._job.roll_call is not None and rows:
-            self._job.roll_call.post("rows", rows)
+        self._has_seen_rows = True
+        if rows:
+            self._rows.say(rows)
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Warns of equal rows, and of an order that was trained before."""
-        if self._line and self._left:
-            self._left -= 1
-            self._compare()
+        self._compare()
         loop = self._loop
         if loop is None:
             return
@@ -111,19 +108,12 @@ class OwnRows(Listener):
         return _LoaderLoop(line, sampler, repeats=self._epochs.get(sampler) == sampler.epoch)
 
     def _compare(self) -> None:
-        roll_call, replicas = self._job.roll_call, self._job.axes.ranks(*DATA_AXES)
-        said = {} if roll_call is None else roll_call.posted("rows", replicas)
-        if not said:
-            return
-        self._left = 0
-        ranks_of: dict[str, list[int]] = {}
-        for rank, text in said.items():
-            ranks_of.setdefault(text, []).append(rank)
-        same = max(ranks_of.values(), key=len)
+        said = self._rows.heard(self._job.axes.ranks(*DATA_AXES)) if self._rows.line else {}
+        same = max(ranks_by(said).values(), key=len, default=[])
         if len(same) > 1:
             self._warn(
-                f"{self._line}: {listed_ranks(same)} train on the same rows: the first batches that their DataLoaders "
-                "gave are bit-equal. Give the DataLoader sampler=DistributedSampler(data, num_replicas="
+                f"{self._rows.line}: {listed_ranks(same)} train on the same rows: the first batches that their "
+                "DataLoaders gave are bit-equal. Give the DataLoader sampler=DistributedSampler(data, num_replicas="
                 "fleet.data_replicas(), rank=fleet.data_rank()) or fleet.elastic.ElasticSampler(data); an "
                 "IterableDataset leaves out the rows of the others itself."
             )

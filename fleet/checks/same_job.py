@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fleet._version import __version__
+from fleet.checks.comparison import ranks_by
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
 from fleet.job.job import Job
@@ -106,10 +107,8 @@ def _compare(roll_call: RollCall, call: str, values: Mapping[str, str], peers: S
 
 
 def _by_rank(values: Mapping[int, str | None]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value if value is not None else "nothing", []).append(rank)
-    return "; ".join(f"{value} on {named(where)}" for value, where in ranks.items())
+    found = ranks_by(values)
+    return "; ".join(f"{'nothing' if value is None else value} on {named(where)}" for value, where in found.items())
 
 
 def _entries(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:

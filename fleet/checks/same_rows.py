@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fleet.checks.comparison import checksums, digest
+from fleet.checks.comparison import checksums, digest, ranks_by
 from fleet.errors import ConfigError, OptionWarning, RendezvousError
 from fleet.job.axes import MODEL_AXES, SEQUENCE_AXES, Axes
 from fleet.job.job import Job
@@ -65,10 +65,7 @@ def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
     texts = gather_texts(json.dumps(digests(data)), group, device)
     said = dict(zip(axes.ranks(*MODEL_AXES), map(json.loads, texts), strict=True))
     for place in dict.fromkeys(place for found in said.values() for place in found):
-        by_digest: dict[str, list[int]] = {}
-        for rank, found in said.items():
-            if place in found:
-                by_digest.setdefault(found[place], []).append(rank)
+        by_digest = ranks_by({rank: found[place] for rank, found in said.items() if place in found})
         if len(by_digest) > 1:
             raise ConfigError(different_rows(call, list(by_digest.values()), axes))
 
@@ -122,9 +119,8 @@ class SameSequences(Listener):
         self._left -= 1
         texts = gather_texts(json.dumps(sorted(self._noted)), group, self._device)
         self._noted.clear()
-        ranks_of: dict[frozenset[str], list[int]] = {}
-        for rank, text in zip(self._axes.ranks(*SEQUENCE_AXES), texts, strict=True):
-            ranks_of.setdefault(frozenset(json.loads(text)), []).append(rank)
+        ranks = self._axes.ranks(*SEQUENCE_AXES)
+        ranks_of = ranks_by({rank: frozenset(json.loads(text)) for rank, text in zip(ranks, texts, strict=True)})
         if any(a - b and b - a for a in ranks_of for b in ranks_of):
             raise ConfigError(different_rows("split_inputs_sequence_dim()", list(ranks_of.values()), self._axes))
 
