@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fleet import fleet
-from fleet.checks import own_draws, own_rows
+from fleet.checks import own_draws, own_rows, said_once
 from fleet.checks.same_job import warn_of_versions
 from fleet.errors import OptionWarning, UnsupportedOptionError
 from tests.helpers.workers import run_workers
 
-COVERED = (own_draws, own_rows)
+COVERED = (own_draws, own_rows, said_once)
 Forward = Callable[[Any, Tensor], Tensor]
 
 
