@@ -59,7 +59,7 @@ class OwnDraws(Listener):
 
     def forward_ends(self) -> None:
         """Posts the state after a forward that trains, where the loop has drawn."""
-        if self._trains:
+        if self._trains and not torch.compiler.is_compiling():
             self._post()
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:

@@ -21,7 +21,7 @@ from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
-from fleet.strategies._gradients.passes import passes_of
+from fleet.strategies._gradients.passes import outside_graphs, passes_of
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies.amp.amp_model import AmpModel
 from fleet.training.forward_guard import ForwardGuard
@@ -118,21 +118,25 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
-        job = self._job
-        for optimizer in job.optimizers:
-            optimizer.follow_groups()
-        for listener in job.listeners.hearing["before_forward"]:
-            listener.before_forward(self)
-        for listener in job.listeners.hearing["forward_begins"]:
-            listener.forward_begins(self, (args, kwargs))
+        self._begin_forward(args, kwargs)
         try:
             return self._run(*args, **kwargs)
         except RuntimeError as error:
-            job.explain(error, self)
+            self._job.explain(error, self)
             raise
         finally:
-            for listener in job.listeners.hearing["forward_ends"]:
+            for listener in self._job.listeners.hearing["forward_ends"]:
                 listener.forward_ends()
+
+    # A script may compile what holds this model: what listeners look at is no part of its graph.
+    @outside_graphs
+    def _begin_forward(self, args: Any, kwargs: Any) -> None:
+        for optimizer in self._job.optimizers:
+            optimizer.follow_groups()
+        for listener in self._job.listeners.hearing["before_forward"]:
+            listener.before_forward(self)
+        for listener in self._job.listeners.hearing["forward_begins"]:
+            listener.forward_begins(self, (args, kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         result = self._passes.forward(self._chain, args, kwargs)

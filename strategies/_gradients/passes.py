@@ -27,6 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.arrivals import Arrivals, accumulator_of
 from fleet.strategies._gradients.gradient_exchange import exchanging_in
+from fleet.strategies._gradients.viewed import hook_viewed
 from fleet.strategies._shared.casts import nested_tensors
 from fleet.strategies._shared.parts import is_part
 
@@ -256,8 +257,9 @@ class Passes:
         arrive = partial(_arrive, weakref.ref(self), made)
         for tensor in tensors:
             node: Any = tensor.grad_fn
-            if node is not None:
-                node.metadata[_MARK] = made
+            for one in (node, hook_viewed(tensor, arrive)):
+                if one is not None:
+                    one.metadata[_MARK] = made
             if node is None or type(tensor) is not Tensor or tensor._backward_hooks is not None:
                 tensor.register_hook(arrive)
             else:  # the same without a handle that removes it, in a third of the time

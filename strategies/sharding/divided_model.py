@@ -46,6 +46,7 @@ from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
 from fleet.strategies.sharding.part_rules import keep_part_rules
 from fleet.strategies.sharding.unit_order import AgreedGather, AgreedReduce, UnitOrder
+from fleet.strategies.sharding.view_outputs import keep_backward_of_views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ class DividedModule(nn.Module):
         self._units = [GatheredUnit(root, named[root], self.count_passes) for root in self._roots]
         for root, unit in zip(self._roots, self._units, strict=True):
             root.register_forward_pre_hook(unit)
+            keep_backward_of_views(root)
             if division.order is not None:
                 unit.follow(division.order)
         if division.find_unused:

@@ -3,7 +3,8 @@
 [Note: torch's DTensor]
 Parts are DTensors of torch, of which some operations see one worker's numbers alone. ``keep_part_rules`` changes these
 in torch's class, once and for every part of the process. ``.item()``, ``float()`` and ``bool()`` end in one operation,
-for which torch's dispatcher takes a handler: a private interface, whose test fails where torch changes it.
+and so does each draw: torch's dispatcher takes a handler for an operation, a private interface, whose test fails where
+torch changes it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from torch.distributed.tensor import DTensor
 from fleet.errors import ConfigError
 from fleet.job.whereabouts import user_line
 from fleet.strategies._shared import through_host
+from fleet.strategies._shared.parts import part_like
 
 _divisors: dict[Any, float] = {}
+_aten = torch.ops.aten
+_DRAWS = (
+    _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.bernoulli.default,
+    _aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype,
+)  # fmt: skip
 
 
 def keep_part_rules(mesh: Any, divisor: float) -> None:
@@ -31,7 +38,8 @@ def keep_part_rules(mesh: Any, divisor: float) -> None:
     """
     _divisors[mesh] = divisor
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    handlers[_aten._local_scalar_dense.default] = _number
+    handlers.update({operation: _drawn for operation in _DRAWS})
     for name, rule in {"full_tensor": _full_tensor, "data": property(_data, _assign), "__format__": _format}.items():
         setattr(DTensor, name, rule)
 
@@ -64,6 +72,19 @@ def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "torch.nn.utils.clip_grad_norm_(), which returns the whole norm; or set sharding_configs['stage'] to 1."
         )
     return operation(part.to_local())
+
+
+def _drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws a whole tensor on every worker, so that workers with one seed hold parts of what one process draws."""
+    part, in_place = args[0], operation._schema.is_mutable
+    whole = torch.empty(part.shape, dtype=part.dtype, device=part.to_local().device)
+    if operation is _aten.bernoulli.default:
+        whole = through_host.full_tensor(part)  # its probabilities
+    drawn = part_like(operation(whole, *args[1:], **kwargs), part)
+    if not in_place:
+        return drawn
+    part.to_local().copy_(drawn.to_local())
+    return part
 
 
 def _format(part: DTensor, spec: str) -> str:

@@ -115,6 +115,21 @@ def layer_moved_by_a_function(module: Any, step: Callable[[], None]) -> None:
     first_layer(module)._apply(lambda t: t * 2)
 
 
+def weights_drawn_anew(module: Any, step: Callable[[], None]) -> None:
+    step()
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.1) if p.ndim > 1 else nn.init.uniform_(p)
+
+
+def weights_and_gradients_with_noise(module: Any, step: Callable[[], None]) -> None:
+    for p in module.parameters():
+        p.grad.add_(torch.randn_like(p), alpha=0.1)
+    step()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.rand_like(p) * torch.empty_like(p).bernoulli_(0.5))
+
+
 def norm_of_torch(module: Any, step: Callable[[], None]) -> None:
     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
     assert f"{norm:.3f}" == f"{norm.item():.3f}" == f"{float(norm):.3f}"
@@ -144,7 +159,8 @@ def plain_loop(module: Any, step: Callable[[], None]) -> None:
 CHANGES = (
     plain_loop, weights_clamped, weights_pulled_back, weights_normalized, gradients_halved, gradients_signed,
     gradients_decayed, layer_to_double_and_back, layer_to_half_before_the_forward, layer_moved_by_a_function,
-    norm_of_torch, norm_gathered, norm_compared, layer_converted_beside_its_gradients,
+    weights_drawn_anew, weights_and_gradients_with_noise, norm_of_torch, norm_gathered, norm_compared,
+    layer_converted_beside_its_gradients,
 )  # fmt: skip
 CASES: list[tuple[Any, Any, dict[str, Any]]] = [
     (perceptron, lambda parameters: torch.optim.SGD(parameters, 0.1), {"stage": 2}),
