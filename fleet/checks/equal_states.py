@@ -62,6 +62,7 @@ class EqualStates(Listener):
         )
         self._check_mesh(watch, sums)
         loaded = [rank for rank, said in enumerate(found) if said is not None and said["wrote"]]
+        has_loaded = any(said is not None and said["place"] for said in found)
         may_differ = watch.is_divided or self._watched.trains_locally
         if 0 < len(loaded) < len(found):
             first = self._watched.peers[0]
@@ -71,9 +72,7 @@ class EqualStates(Listener):
                 job.say(f"The state that worker {first} loaded ({found[first]['place']}) is now on every worker.")
             elif watch.is_apart or not is_first or self._differ(found):
                 raise self._only_some("the model's state", loaded, found) from self._watched.absence
-        elif loaded and watch.is_divided and not any(said["place"] for said in found if said is not None):
-            self._check_drawn(watch, sums)
-        elif loaded and watch.is_divided and not self._differ(found) and watch.varying():
+        elif watch.is_divided and has_loaded and not self._differ(found) and watch.varying():
             raise ConfigError(
                 f"Every worker loaded the same shard of the model ({place}): a state_dict() that one worker saved. "
                 "Save model.full_state_dict() on one worker, or model.local_state_dict() on each to a separate file."
@@ -83,19 +82,6 @@ class EqualStates(Listener):
                 f"training with model {self._watched.number(watch)}, which compares the workers' parameters", sums
             )
             raise ConfigError(f"The workers train from different values of {name}. {_EVERY_WORKER}.")
-
-    def _check_drawn(self, watch: ModelWatch, sums: dict[str, int]) -> None:
-        """Raises ConfigError where each worker has drawn the same numbers for its shard of a parameter."""
-        rows = self._watched.gather(
-            f"training with model {self._watched.number(watch)}, which was changed after distributed_model()", sums
-        )
-        alike = [name for name in watch.varying() if len({(said or {}).get(name) for said in rows}) == 1]
-        if alike:
-            raise ConfigError(
-                f"{alike[0]!r} was initialized after distributed_model(), which gave each worker a shard of it, and "
-                "every worker drew the same numbers for its shard. Initialize the model before distributed_model(), or "
-                "load it with load_state_dict()."
-            )
 
     def compare_optimizer(self, watch: OptimizerWatch) -> None:
         """Raises ConfigError where the workers step with different optimizers."""

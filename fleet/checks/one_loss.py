@@ -69,7 +69,8 @@ class OneLoss(Listener):
             self._stop()
 
     def _note(self, loss: Tensor, gradient: Tensor | None) -> None:
-        due = any(is_checked(number, self._every) for number in self._updates.values() or [0])
+        numbers = list(self._updates.values()) or [0]  # of the updates to come
+        due = any(is_checked(number, self._every) for number in numbers)
         if not due or loss.grad_fn is None or not forwards_behind(loss):  # another model is the script's own affair
             return
         with torch.no_grad():
