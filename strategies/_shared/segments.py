@@ -88,7 +88,7 @@ def recompute_sequential(
 
 
 class _Chain(nn.Module):
-    """Calls functions one after the other; those that are modules are its own, so that their norms are found."""
+    """Calls functions one after the other; those that are modules are its own, so that their buffers are found."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]]) -> None:
         super().__init__()

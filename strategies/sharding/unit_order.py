@@ -72,25 +72,21 @@ class UnitOrder:
         return self
 
 
-class AgreedGather(DefaultAllGather):
-    """Calls ``agree`` before a unit is gathered."""
+class _Agreed:
+    """Calls ``agree`` before the exchange that the class beside it makes."""
 
     def __init__(self, agree: Callable[[], None]) -> None:
         self._agree = agree
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gathers the parts of the unit."""
+        """Exchanges."""
         self._agree()
-        return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class AgreedReduce(DefaultReduceScatter):
-    """Calls ``agree`` before the gradients of a unit are reduced."""
+class AgreedGather(_Agreed, DefaultAllGather):
+    """Gathers the parts of a unit."""
 
-    def __init__(self, agree: Callable[[], None]) -> None:
-        self._agree = agree
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduces the gradients to their parts."""
-        self._agree()
-        return super().__call__(*args, **kwargs)
+class AgreedReduce(_Agreed, DefaultReduceScatter):
+    """Reduces the gradients of a unit to their parts."""
