@@ -1,4 +1,4 @@
-"""One worker of the comparison of forms of sharding stage 2: steps of the GPT of ``examples/gpt``.
+"""One worker of the comparison of sharding stage 2 with torch's ``fully_shard``: steps of the GPT of ``examples/gpt``.
 
 Arguments: what to do, name of a form, hidden, layers, rows of a worker, tokens of a row, folder for the results.
 ``turns`` times the forms in turn in the same processes; ``alone`` trains one form and writes its peak of memory;
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import fleet
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "gpt")]
-from _flat_slices import Slices  # noqa: E402
 from _peak import measured_bytes  # noqa: E402
 from data import batches, open_text  # noqa: E402
 from model import GptConfig, make_gpt, next_token_loss  # noqa: E402
@@ -66,25 +65,18 @@ def by_fleet(stage: int) -> Callable[[nn.Module], Step]:
     return prepared
 
 
-def divided_alone(net: nn.Module) -> Step:
-    """Prepares the mechanism of Fleet's stage 2 without what Fleet checks and counts around it."""
+def by_torch(net: nn.Module) -> Step:
+    """Prepares torch's form of stage 2: parameters that are whole from forward to backward."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    from fleet.strategies.sharding.divided_model import Division, ShardedOptimizer, divide_model
     from fleet.strategies.sharding.units import plan_units
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    division = Division(mesh=mesh, process_group=mesh.get_group(), reshard_after_forward=False)
-    divided, _ = divide_model(net, plan_units(net, UNIT_BYTES), division)
-    optimizer = ShardedOptimizer(torch.optim.AdamW(divided.parameters(), LR), [divided])
-    return loop(divided, optimizer.step, optimizer.zero_grad)
-
-
-def flat_slices(net: nn.Module) -> Step:
-    """Prepares the prototype."""
-    slices = Slices(net, dist.group.WORLD, UNIT_BYTES)
-    optimizer = torch.optim.AdamW(slices.pieces(), LR)
-    return loop(net, lambda: slices.step(optimizer), lambda: None)
+    mesh, named = init_device_mesh("cpu", (dist.get_world_size(),)), dict(net.named_modules())
+    for target in [*(named[name] for name in plan_units(net, UNIT_BYTES)), net]:
+        fully_shard(target, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(net.parameters(), LR)
+    return loop(net, optimizer.step, optimizer.zero_grad)
 
 
 def loop(model: nn.Module, update: Callable[[], Any], clear: Callable[[], Any]) -> Step:
@@ -102,11 +94,10 @@ FORMS: dict[str, Callable[[nn.Module], Step]] = {
     "data parallel": by_fleet(0),
     "stage 1": by_fleet(1),
     "stage 2": by_fleet(2),
-    "stage 2, mechanism alone": divided_alone,
-    "flat slices": flat_slices,
+    "fully_shard": by_torch,
     "stage 3": by_fleet(3),
 }
-IN_TURNS = ("stage 2", "stage 2, mechanism alone", "flat slices")
+IN_TURNS = ("stage 2", "fully_shard")
 
 
 def in_turns(_: str, sizes: Sizes) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Measures sharding stage 2 beside the same with whole parameters and flat slices (``_flat_slices.py``, a prototype).
+"""Measures sharding stage 2, which keeps whole parameters, beside torch's ``fully_shard``, which divides them.
 
 The table of ``strategies/sharding/README.md``. Run from the repository root::
 
-    python benchmarks/stage2.py                 # four workers, the GPT example with 17 M parameters, some 15 minutes
+    python benchmarks/stage2.py                 # four workers, the GPT example with 17 M parameters, some 4 minutes
     python benchmarks/stage2.py --only steps --rows 8
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _table import markdown, ratios, spread  # noqa: E402
 
 MIB = 2**20
-OURS, TODAY, BARE = "flat slices", "stage 2", "stage 2, mechanism alone"
+OURS, TORCHS = "stage 2", "fully_shard"
 
 
 def workers(args: argparse.Namespace, what: str, name: str = "-") -> list[Any]:
@@ -40,7 +40,7 @@ def workers(args: argparse.Namespace, what: str, name: str = "-") -> list[Any]:
 
 
 def steps_table(args: argparse.Namespace) -> str:
-    """Returns the steps of the forms, block by block relative to the prototype's: of the slowest worker, and in sum."""
+    """Returns the steps of the forms, stage 2 relative to each block by block: of the slowest worker, and in sum."""
     found = workers(args, "turns")
     wall = {name: [max(times) for times in zip(*(w[name]["wall"] for w in found), strict=True)] for name in found[0]}
     processor = {
@@ -56,7 +56,7 @@ def steps_table(args: argparse.Namespace) -> str:
         ]
         for name in found[0]
     ]
-    header = ["form", "step, s", "flat slices over it", "processor of all workers, s", "flat slices over it"]
+    header = ["form", "step, s", "stage 2 over it", "processor of all workers, s", "stage 2 over it"]
     return markdown(header, rows)
 
 
@@ -64,7 +64,7 @@ def memory_table(args: argparse.Namespace) -> str:
     """Returns the peaks of the worst worker, the median over runs that take turns."""
     peaks: dict[str, dict[str, list[float]]] = {}
     for _ in range(args.turns):
-        for name in (OURS, TODAY, BARE):
+        for name in (OURS, TORCHS):
             found = workers(args, "alone", name)
             for kind in found[0]:
                 worst = max(one[kind] for one in found) / MIB
@@ -74,14 +74,14 @@ def memory_table(args: argparse.Namespace) -> str:
     for row, kinds in zip(rows, peaks.values(), strict=True):
         for place, (kind, values) in enumerate(kinds.items()):
             row[2 + 2 * place] = f"{median(peaks[OURS][kind]) / median(values):.3f}"
-    header = ["form", "resident, MiB", "flat slices over it", "allocated by torch, MiB", "flat slices over it"]
+    header = ["form", "resident, MiB", "stage 2 over it", "allocated by torch, MiB", "stage 2 over it"]
     return markdown(header, rows)
 
 
 def distance_table(args: argparse.Namespace) -> str:
     """Returns how far the weights are from one process, in float64."""
     rows = []
-    for name in (OURS, TODAY):
+    for name in (OURS, TORCHS):
         found = workers(args, "distance", name)
         apart, moved = max(one["apart"] for one in found), max(one["moved"] for one in found)
         rows.append([name, f"{apart:.1e}", f"{moved:.1e}"])

@@ -21,6 +21,7 @@ FOLDERS = (
     "strategies/sharding",
     "deploy",
     "benchmarks",
+    "benchmarks/silent_bugs",
     "examples/*",
     "fleet/checkpoint",
     "fleet/checks",

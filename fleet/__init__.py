@@ -17,7 +17,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fleet._version import __version__ as __version__
+from fleet.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fleet.facade import Fleet
@@ -28,27 +28,27 @@ _HOMES = {
     "ClipGradByGlobalNorm": "fleet.clip",
     "ClipGradByNorm": "fleet.clip",
     "ClipGradByValue": "fleet.clip",
-    "CommunicateTopology": "fleet.topology",
+    "CommunicateTopology": "fleet.paddle.topology",
     "CountFilterEntry": "fleet.ps",
     "DataParallel": "fleet.paddle.data_parallel_layer",
-    "DatasetFactory": "fleet.dataset._factory",
+    "DatasetFactory": "fleet.dataset.factory",
     "DistributedStrategy": "fleet.options",
     "ExecutionStrategy": "fleet.options",
     "Fleet": "fleet.facade",
     "FleetModel": "fleet.training.fleet_model",
     "FleetOptimizer": "fleet.training.fleet_optimizer",
-    "HybridCommunicateGroup": "fleet.topology",
-    "InMemoryDataset": "fleet.dataset._in_memory",
-    "KafkaSource": "fleet.dataset._kafka",
+    "HybridCommunicateGroup": "fleet.paddle.topology",
+    "InMemoryDataset": "fleet.dataset.in_memory",
+    "KafkaSource": "fleet.dataset.kafka",
     "MultiSlotDataGenerator": "fleet.data_generator",
     "MultiSlotStringDataGenerator": "fleet.data_generator",
     "PaddleCloudRoleMaker": "fleet.role_maker",
     "ParallelEnv": "fleet.parallel",
-    "ParallelMode": "fleet.topology",
+    "ParallelMode": "fleet.paddle.topology",
     "ProbabilityEntry": "fleet.ps",
-    "ParquetDataset": "fleet.dataset._parquet",
-    "QueueDataset": "fleet.dataset._queue",
-    "StreamDataset": "fleet.dataset._stream",
+    "ParquetDataset": "fleet.dataset.parquet",
+    "QueueDataset": "fleet.dataset.queue",
+    "StreamDataset": "fleet.dataset.stream",
     "Role": "fleet.role_maker",
     "ShowClickEntry": "fleet.ps",
     "SparseEmbedding": "fleet.ps",
@@ -58,12 +58,13 @@ _HOMES = {
     "estimate_memory": "fleet.estimate.memory",
     "get_rank": "fleet.parallel",
     "get_world_size": "fleet.parallel",
-    "infer_from_dataset": "fleet.dataset._training",
+    "infer_from_dataset": "fleet.dataset.training",
+    "mean": "fleet.training.update_mean",
     "recompute": "fleet.strategies._shared.segments",
     "recompute_sequential": "fleet.strategies._shared.segments",
     "spawn": "fleet.parallel",
     "split": "fleet.layers.mpu.mp_ops",
-    "train_from_dataset": "fleet.dataset._training",
+    "train_from_dataset": "fleet.dataset.training",
 }
 _MODULES = (
     "base",

@@ -50,14 +50,14 @@ from fleet.clip import ClipGradByNorm as ClipGradByNorm
 from fleet.clip import ClipGradByValue as ClipGradByValue
 from fleet.data_generator import MultiSlotDataGenerator as MultiSlotDataGenerator
 from fleet.data_generator import MultiSlotStringDataGenerator as MultiSlotStringDataGenerator
-from fleet.dataset._factory import DatasetFactory as DatasetFactory
-from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
-from fleet.dataset._kafka import KafkaSource as KafkaSource
-from fleet.dataset._parquet import ParquetDataset as ParquetDataset
-from fleet.dataset._queue import QueueDataset as QueueDataset
-from fleet.dataset._stream import StreamDataset as StreamDataset
-from fleet.dataset._training import infer_from_dataset as infer_from_dataset
-from fleet.dataset._training import train_from_dataset as train_from_dataset
+from fleet.dataset.factory import DatasetFactory as DatasetFactory
+from fleet.dataset.in_memory import InMemoryDataset as InMemoryDataset
+from fleet.dataset.kafka import KafkaSource as KafkaSource
+from fleet.dataset.parquet import ParquetDataset as ParquetDataset
+from fleet.dataset.queue import QueueDataset as QueueDataset
+from fleet.dataset.stream import StreamDataset as StreamDataset
+from fleet.dataset.training import infer_from_dataset as infer_from_dataset
+from fleet.dataset.training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
 from fleet.facade import Path
@@ -71,6 +71,9 @@ from fleet.options import DistributedStrategy as DistributedStrategy
 from fleet.options import ExecutionStrategy as ExecutionStrategy
 from fleet.paddle.data_parallel_layer import DataParallel as DataParallel
 from fleet.paddle.strategy_factory import StrategyFactory as StrategyFactory
+from fleet.paddle.topology import CommunicateTopology as CommunicateTopology
+from fleet.paddle.topology import HybridCommunicateGroup as HybridCommunicateGroup
+from fleet.paddle.topology import ParallelMode as ParallelMode
 from fleet.parallel import ParallelEnv as ParallelEnv
 from fleet.parallel import get_rank as get_rank
 from fleet.parallel import get_world_size as get_world_size
@@ -85,11 +88,9 @@ from fleet.role_maker import RoleMakerBase
 from fleet.role_maker import UserDefinedRoleMaker as UserDefinedRoleMaker
 from fleet.strategies._shared.segments import recompute as recompute
 from fleet.strategies._shared.segments import recompute_sequential as recompute_sequential
-from fleet.topology import CommunicateTopology as CommunicateTopology
-from fleet.topology import HybridCommunicateGroup as HybridCommunicateGroup
-from fleet.topology import ParallelMode as ParallelMode
 from fleet.training.fleet_model import FleetModel as FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer as FleetOptimizer
+from fleet.training.update_mean import mean as mean
 
 __all__ = [
     "BuildStrategy",
@@ -174,6 +175,7 @@ __all__ = [
     "local_device_ids",
     "local_rank",
     "log",
+    "mean",
     "meta_parallel",
     "metrics",
     "minimize",
@@ -248,7 +250,7 @@ def clear_gradients() -> None:
     """Clears the gradients of the last distributed optimizer."""
 
 def data_rank() -> int:
-    """Returns which rows this worker trains on: a number from 0 below :meth:`data_replicas`.
+    """Returns the index of this worker's rows, from 0 below :meth:`data_replicas`.
 
     Workers that hold one copy of the model together (mp, pp, sep, cp) have the same, and must be given the same
     rows. Without such axes it is :meth:`worker_index`.
@@ -259,7 +261,7 @@ def data_rank() -> int:
     """
 
 def data_replicas() -> int:
-    """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
+    """Returns the number of workers, or of groups that hold one copy of the model, that train on different rows."""
 
 def distributed_model(model: nn.Module, loss_fn: Any = None) -> FleetModel:
     """Returns ``model`` ready for distributed training; every worker then has worker 0's parameters.
@@ -301,10 +303,11 @@ def distributed_scaler(scaler: Any) -> Any:
     """
 
 def explain(strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-    """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses.
+    """Prints the effects of ``strategy`` (by default the one in force) in their order, its warnings and refusals.
 
     Without ``strategy``, after ``distributed_model()``, it also says which parameters of this worker are divided,
-    as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes.
+    as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes. In a job with
+    parameter servers it says which embeddings have their rows there, and how these begin.
     """
 
 def fp16_guard() -> AbstractContextManager[Any]:
@@ -463,9 +466,9 @@ def load_model(path: Path, mode: int = 0) -> None:
         mode: accepted; a save records what it holds.
 
     Raises:
-        PSError: a server refuses the save, or another worker asks for another one, or for something else; all
-            workers raise it, the message ends with "Nothing was loaded.", and servers and workers go on as before.
-            Or a server failed after the check; the workers then have what the servers hold, and the message says to
+        PSError: a server refuses the save, or another worker asks for another save or another call; all workers
+            raise it, the message ends with "Nothing was loaded.", and servers and workers go on as before. Or a
+            server failed after the check; the workers then have the servers' current state, and the message says to
             load another save before training goes on.
         CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
     """
@@ -488,8 +491,8 @@ def log(values: Mapping[str, Any], step: int | None = None) -> dict[str, float]:
 
     Args:
         values: numbers by name; tensors of one element count as numbers.
-        step: what the values belong to; by default the steps that the distributed optimizers have made, with
-            ``fleet.elastic.Checkpoint`` those before a restart too.
+        step: the step of the values; by default the number of steps of the distributed optimizers, with
+            ``fleet.elastic.Checkpoint`` including the steps before a restart.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
@@ -524,7 +527,7 @@ def preempted() -> bool:
     """
 
 def prepare_context(strategy: object = None) -> dist.ProcessGroup | None:
-    """Does what :meth:`init_parallel_env` does; the name in older releases."""
+    """Calls :meth:`init_parallel_env`; the name in older releases."""
 
 def print_table_stat(table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
     """Prints how many rows and bytes a table has over all servers.
@@ -550,7 +553,7 @@ def save_group_sharded_model(model: FleetModel, output: str, optimizer: FleetOpt
     Worker 0 writes; every call returns once the files exist.
 
     Raises:
-        ConfigError: model or optimizer is not one that Fleet returned.
+        ConfigError: Fleet did not return the model or the optimizer.
         CheckpointError: ``output`` is a file, or cannot be written.
     """
 
@@ -566,7 +569,7 @@ def save_inference_model(
     example_inputs: Sequence[Any] | None = None,
     transforms: Transforms | None = None,
 ) -> None:
-    """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
+    """Writes a folder from which one process predicts: all tables, and the model's state as ``model.pt``.
 
     Every worker calls it; worker 0 writes the state. With ``example_inputs`` it writes the dense part as a program
     too, and :class:`fleet.ps.Predictor` predicts from the folder. Without, build the model, load the state with
@@ -579,8 +582,8 @@ def save_inference_model(
         feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
             model is the module that was given to ``distributed_model``.
         mode: as in :meth:`save_persistables`.
-        example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
-        transforms: what raw features went through, kept as ``transforms.json``: a service reads it with
+        example_inputs: a tuple of the model's inputs, see :func:`fleet.ps.export`.
+        transforms: the transforms of raw features, written as ``transforms.json``: a service reads them with
             ``fleet.features.Transforms.load(dirname)``.
     """
 

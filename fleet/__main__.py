@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from fleet._version import __version__
+from fleet.common.version import __version__
 from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
@@ -19,7 +19,7 @@ COMMANDS = {
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "launch-on": (
-        "fleet._launch_on",
+        "fleet.utils._launch_on",
         "start a launcher on every node of a job of Slurm, or on nodes of a Ray cluster",
     ),
     "migrate": ("fleet.migrate.migrate_command", "print the diff that moves a script of another kind here"),

@@ -44,7 +44,7 @@ class ClipGradByGlobalNorm(GradientClip):
 
 
 class ClipGradByNorm(GradientClip):
-    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, where ``norm`` is its own, as a whole."""
+    """Scales each gradient by ``clip_norm / max(norm, clip_norm)``, with the ``norm`` of the whole gradient."""
 
     def __init__(self, clip_norm: float = 1.0) -> None:
         self.clip_norm = _positive("ClipGradByNorm(clip_norm=...)", clip_norm)
@@ -68,7 +68,8 @@ class ClipGradByValue(GradientClip):
         low = -max if min is None else min
         if not low <= max:
             raise ConfigError(f"ClipGradByValue(max={max!r}, min={min!r}): min must not be above max.")
-        self.min, self.max = float(low), float(max)
+        self.min = float(low)
+        self.max = float(max)
 
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor]) -> None:

@@ -33,7 +33,7 @@ _EXAMPLE = "[('words', [1926, 8, 17]), ('label', [1])]"
 class DataGenerator:
     """The base of a generator: lines to samples, samples to batches, batches to text on standard output.
 
-    A subclass defines in :meth:`generate_sample` what a line holds and in ``_gen_str`` how a sample is written.
+    A subclass parses a line in :meth:`generate_sample` and formats a sample in ``_gen_str``.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class MultiSlotDataGenerator(DataGenerator):
 
 
 def _called(generator: DataGenerator, method: str, made: object) -> Iterable[Sample]:
-    """Returns what the function made by ``generate_sample`` or ``generate_batch`` yields."""
+    """Returns the samples of the function that ``generate_sample`` or ``generate_batch`` returned."""
     found = made() if callable(made) else made
     if not callable(made) or not isinstance(found, Iterable):
         what = f"the function returned {found!r}" if callable(made) else f"got {made!r}"
@@ -179,7 +179,7 @@ def _slots_of(generator: DataGenerator, line: Sample) -> Sequence[tuple[str, Any
 
 
 def _check_texts(generator: DataGenerator, name: str, values: Sequence[str]) -> None:
-    """A value that is empty or contains a space would change the number of values read."""
+    """Raises ConfigError for an empty value or one with a space, which would change the number of values read."""
     for value in values:
         if not isinstance(value, str) or len(value.split()) != 1 or value != value.strip():
             raise _wrong(generator, f"slot {name!r} holds {value!r}; values are non-empty strings without spaces")

@@ -14,7 +14,7 @@ import builtins
 import os
 from collections.abc import Mapping
 
-from fleet._env_table import VARIABLES, Variable
+from fleet.common.env_table import VARIABLES, Variable
 from fleet.errors import ConfigError
 
 __all__ = ["VARIABLES", "Environment", "Variable", "export"]
@@ -42,7 +42,7 @@ class Environment:
     def raw(self, name: str) -> str | None:
         """Returns the text of ``name``, or ``None`` when it is absent or blank."""
         if name not in VARIABLES:
-            raise KeyError(f"{name} is not in fleet/_env_table.py; add it there before reading it")
+            raise KeyError(f"{name} is not in fleet/common/env_table.py; add it there before reading it")
         value = self._source.get(name)
         return value if value is not None and value.strip() else None
 

@@ -9,7 +9,7 @@
     |  `- UnsupportedOptionError            the option exists and cannot be honoured; says why
     |- NotInitializedError(RuntimeError)    a call came before fleet.init()
     |- RendezvousError(TimeoutError)        a peer did not join; names the absent ranks
-    |- CheckpointError(OSError)             a file is damaged, or does not fit what it is loaded into
+    |- CheckpointError(OSError)             a file is damaged, or does not fit its target
     |- LaunchError                          the launcher could not start the job or keep it running
     |  `- WorkerFailedError                 a worker failed; carries rank, host, exit code, log path
     |- NanInfError(FloatingPointError)      check_nan_inf found a NaN or Inf; carries rank and step
@@ -55,7 +55,7 @@ class ConfigError(FleetError, ValueError, TypeError):
 class UnknownOptionError(ConfigError, AttributeError, KeyError, AssertionError):
     """The named option or key does not exist; the message suggests the nearest name.
 
-    It is an ``AssertionError`` too, because that is what Paddle raised for an unknown key.
+    It is an ``AssertionError`` too, because Paddle raised one for an unknown key.
     """
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes
@@ -66,7 +66,9 @@ class StrategyConflictError(ConfigError):
 
     def __init__(self, first: str, second: str, reason: str) -> None:
         super().__init__(f"'{first}' and '{second}' cannot both be on: {reason}. Turn one of them off.")
-        self.first, self.second, self.reason = first, second, reason
+        self.first = first
+        self.second = second
+        self.reason = reason
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.first, self.second, self.reason)
@@ -85,7 +87,7 @@ class RendezvousError(FleetError, TimeoutError):
 
 
 class CheckpointError(FleetError, OSError):
-    """A checkpoint file is damaged, incomplete, or does not fit what it is loaded into."""
+    """A checkpoint file is damaged, incomplete, or does not fit its target."""
 
 
 class LaunchError(FleetError):
@@ -101,7 +103,9 @@ class WorkerFailedError(LaunchError):
 
     def __init__(self, message: str, *, rank: int, host: str, exit_code: int, log_path: str) -> None:
         super().__init__(message, exit_code)
-        self.rank, self.host, self.log_path = rank, host, log_path
+        self.rank = rank
+        self.host = host
+        self.log_path = log_path
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         made = partial(type(self), rank=self.rank, host=self.host, exit_code=self.exit_code, log_path=self.log_path)
@@ -113,7 +117,8 @@ class NanInfError(FleetError, FloatingPointError):
 
     def __init__(self, message: str, *, rank: int, step: int) -> None:
         super().__init__(message)
-        self.rank, self.step = rank, step
+        self.rank = rank
+        self.step = step
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return partial(type(self), rank=self.rank, step=self.step), (f"{self}",)

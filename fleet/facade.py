@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from fleet._log import LOGGER, set_log_level
 from fleet.checkpoint import save_load
-from fleet.elastic._health import Health
+from fleet.common.log import LOGGER, set_log_level
+from fleet.elastic.health import Health
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.job.running import Running, running_job
 from fleet.job.session import Session
 from fleet.job.start import start_session
 from fleet.job.util import HostArray, UtilBase
-from fleet.options import DistributedStrategy, mark_copied
+from fleet.options import DistributedStrategy, check_strategy, mark_copied
 from fleet.paddle import group_sharded
+from fleet.paddle.topology import HybridCommunicateGroup, communicate_group
 from fleet.ps_job.inference_model import save_model
 from fleet.role_maker import RoleMakerBase
 from fleet.strategies.amp.amp import Amp
-from fleet.strategies.amp.explicit_scaler import share_scaler
-from fleet.topology import HybridCommunicateGroup, communicate_group
+from fleet.strategies.amp.amp_optimizer import share_scaler
 from fleet.trackers.run_log import RunLog
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
@@ -99,12 +99,12 @@ class Fleet:
             raise ConfigError(f"fleet.init(role_maker=...) takes a role maker, got {role_maker!r}.")
         check_strategy("fleet.init(strategy=...)", strategy)
         set_log_level(log_level)
-        if self._session is not None:
-            self._session.close()
-        self._session = start_session(role_maker, is_collective, copy.deepcopy(strategy) or DistributedStrategy())
+        options = copy.deepcopy(strategy) or DistributedStrategy()
+        self._session = start_session(role_maker, is_collective, options, self._running.end)
         self._init_had_strategy = strategy is not None
         if strategy is not None:
             mark_copied(strategy, "fleet.init()", self._session.job)
+        # Registered once, however often a script calls init.
         atexit.unregister(self._close)
         atexit.register(self._close)
         return self
@@ -127,7 +127,7 @@ class Fleet:
         return session.job.process_group
 
     def prepare_context(self, strategy: object = None) -> dist.ProcessGroup | None:
-        """Does what :meth:`init_parallel_env` does; the name in older releases."""
+        """Calls :meth:`init_parallel_env`; the name in older releases."""
         return self.init_parallel_env()
 
     # ---- who am I ------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Fleet:
     world_size = worker_num
 
     def data_rank(self) -> int:
-        """Returns which rows this worker trains on: a number from 0 below :meth:`data_replicas`.
+        """Returns the index of this worker's rows, from 0 below :meth:`data_replicas`.
 
         Workers that hold one copy of the model together (mp, pp, sep, cp) have the same, and must be given the same
         rows. Without such axes it is :meth:`worker_index`.
@@ -162,7 +162,7 @@ class Fleet:
         return self._need("data_rank").job.data_rank
 
     def data_replicas(self) -> int:
-        """Returns how many workers, or groups of workers that hold one copy of the model, train on different rows."""
+        """Returns the number of workers, or of groups that hold one copy of the model, that train on different rows."""
         return self._need("data_replicas").job.data_replicas
 
     def node_num(self) -> int:
@@ -268,8 +268,8 @@ class Fleet:
 
         Args:
             values: numbers by name; tensors of one element count as numbers.
-            step: what the values belong to; by default the steps that the distributed optimizers have made, with
-                ``fleet.elastic.Checkpoint`` those before a restart too.
+            step: the step of the values; by default the number of steps of the distributed optimizers, with
+                ``fleet.elastic.Checkpoint`` including the steps before a restart.
 
         Raises:
             NotInitializedError: before ``fleet.init``.
@@ -428,7 +428,7 @@ class Fleet:
         Worker 0 writes; every call returns once the files exist.
 
         Raises:
-            ConfigError: model or optimizer is not one that Fleet returned.
+            ConfigError: Fleet did not return the model or the optimizer.
             CheckpointError: ``output`` is a file, or cannot be written.
         """
         session = self._need("save_group_sharded_model")
@@ -571,7 +571,8 @@ class Fleet:
         Raises:
             PSError: another worker asks for a load; all workers raise it, nothing was saved.
         """
-        folder, number = _folder("save_persistables", executor, dirname), _check_mode(mode)
+        folder = _folder("save_persistables", executor, dirname)
+        number = _check_mode(mode)
         if not isinstance(text, bool) or (text and number):
             raise ConfigError(
                 f"fleet.save_persistables(mode={mode!r}, text={text!r}): text is True or False, and True needs mode 0, "
@@ -594,7 +595,7 @@ class Fleet:
         example_inputs: Sequence[Any] | None = None,
         transforms: Transforms | None = None,
     ) -> None:
-        """Writes what one process needs to predict: all tables, and the model's state as ``model.pt``.
+        """Writes a folder from which one process predicts: all tables, and the model's state as ``model.pt``.
 
         Every worker calls it; worker 0 writes the state. With ``example_inputs`` it writes the dense part as a program
         too, and :class:`fleet.ps.Predictor` predicts from the folder. Without, build the model, load the state with
@@ -607,11 +608,12 @@ class Fleet:
             feeded_var_names, target_vars, main_program, export_for_deployment: accepted for Fleet's signature; the
                 model is the module that was given to ``distributed_model``.
             mode: as in :meth:`save_persistables`.
-            example_inputs: a tuple of what the model is called with, see :func:`fleet.ps.export`.
-            transforms: what raw features went through, kept as ``transforms.json``: a service reads it with
+            example_inputs: a tuple of the model's inputs, see :func:`fleet.ps.export`.
+            transforms: the transforms of raw features, written as ``transforms.json``: a service reads them with
                 ``fleet.features.Transforms.load(dirname)``.
         """
-        folder, number = _folder("save_inference_model", executor, dirname), _check_mode(mode)
+        folder = _folder("save_inference_model", executor, dirname)
+        number = _check_mode(mode)
         job = self._job("save_inference_model", "worker")
         if job is not None:
             model = self._need("save_inference_model").models[0]
@@ -620,7 +622,8 @@ class Fleet:
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
-        folder, number = _path("save_one_table", "path", path), _check_mode(mode)
+        folder = _path("save_one_table", "path", path)
+        number = _check_mode(mode)
         job = self._job("save_one_table", "worker")
         if job is not None:
             trainer = job.running()
@@ -637,9 +640,9 @@ class Fleet:
             mode: accepted; a save records what it holds.
 
         Raises:
-            PSError: a server refuses the save, or another worker asks for another one, or for something else; all
-                workers raise it, the message ends with "Nothing was loaded.", and servers and workers go on as before.
-                Or a server failed after the check; the workers then have what the servers hold, and the message says to
+            PSError: a server refuses the save, or another worker asks for another save or another call; all workers
+                raise it, the message ends with "Nothing was loaded.", and servers and workers go on as before. Or a
+                server failed after the check; the workers then have the servers' current state, and the message says to
                 load another save before training goes on.
             CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
         """
@@ -740,10 +743,11 @@ class Fleet:
         return logging.getLevelName(LOGGER.getEffectiveLevel())
 
     def explain(self, strategy: DistributedStrategy | None = None, world_size: int | None = None) -> str:
-        """Prints what ``strategy`` (or the one in force) does, in which order, what it warns about and refuses.
+        """Prints the effects of ``strategy`` (by default the one in force) in their order, its warnings and refusals.
 
         Without ``strategy``, after ``distributed_model()``, it also says which parameters of this worker are divided,
-        as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes.
+        as by ``tensor_parallel_configs["plan"]``: how many, along which dimension, and their bytes. In a job with
+        parameter servers it says which embeddings have their rows there, and how these begin.
         """
         from fleet.options.explain import explain
 
@@ -771,11 +775,10 @@ class Fleet:
 
         from fleet.job.process_group import is_in_group
 
-        had_group = is_in_group()
+        had_group = is_in_group() or (self._session is not None and self._session.job.has_group)
         if self._session is not None:
-            had_group = had_group or self._session.job.has_group
             if self._session.server_job is not None:
-                self._session.server_job.check_served()
+                self._session.server_job.check_ended()
             self._session.close()
             self._session.release_groups()
             self._session = None
@@ -819,15 +822,6 @@ def _has_servers(session: Session | None, options: DistributedStrategy) -> bool:
     if session is None:
         return meant
     return not session.job.collective or (meant and session.server_job is not None)
-
-
-def check_strategy(label: str, strategy: object) -> None:
-    """Raises ConfigError unless ``strategy`` is a DistributedStrategy or ``None``."""
-    if strategy is not None and not isinstance(strategy, DistributedStrategy):
-        raise ConfigError(
-            f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes from older releases are "
-            "not compatible; set the same options on fleet.DistributedStrategy()."
-        )
 
 
 def _folder(call: str, executor: object, dirname: Path | None) -> str:

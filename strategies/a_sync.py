@@ -20,6 +20,7 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import REGISTRY, Guide, JobKind, Stage, top_level
 from fleet.strategies._shared.casts import scales_gradients
+from fleet.strategies._shared.module_names import check_patterns, find_modules
 from fleet.strategies._shared.renormalized import check_renormalized
 from fleet.strategies._shared.served_optimizer import ServedOptimizer, check_hooks
 
@@ -42,6 +43,7 @@ _QUEUE_KEYS = (
 )
 
 
+_NAMES = ("sparse_modules", "unbounded_modules")
 _SENT = {
     "sync": "sends gradients to the servers, which average those of all workers and update once per step",
     "async": "sends gradients in the background to the servers, which update with those of each worker as they arrive",
@@ -78,6 +80,16 @@ class ASyncConfig(Config, option="a_sync_configs"):
         "float32",
         "form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest bfloat16",
         choices=("float32", "bfloat16", "int8"),
+    )
+    sparse_modules: tuple[str, ...] = setting(
+        [],
+        "nn.Embedding modules of a plain model to train as nn.Embedding(sparse=True), from their own weights: names as "
+        "in model.named_modules(), or patterns such as 'embedding_dict.*'",
+    )
+    unbounded_modules: tuple[str, ...] = setting(
+        [],
+        "nn.Embedding modules that become tables of any 64-bit id, as fleet.SparseEmbedding: rows begin uniform in "
+        "[-1e-4, 1e-4), or as sparse_table_configs says, not with the module's weights",
     )
     runtime_split_send_recv: bool = setting(
         False, "internal switch of Paddle", no_meaning="it splits operators of a static program, and torch runs none"
@@ -132,9 +144,7 @@ class ParameterServerSettings(Config, owner="a_sync"):
     adam_d2sum: bool = setting(False, "Update dense tables with the server's Adam with decaying sums of squares.")
     trainer_desc_configs: TrainerDescConfig = setting(TrainerDescConfig, "What train_from_dataset writes.")
     sparse_table_configs: dict[str, Any] = setting({}, "Settings of the sparse tables, by name of the table.")
-    fleet_desc_configs: dict[str, Any] = setting(
-        {}, "The same as a whole description, for older scripts.", refused="write the keys into sparse_table_configs"
-    )
+    fleet_desc_configs: dict[str, Any] = setting({}, "The same as a whole description, for older scripts.")
     fs_client_param: FsClientConfig = setting(FsClientConfig, "The Hadoop file system the servers save to.")
 
 
@@ -169,7 +179,7 @@ class ASync(JobKind):
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns the reason when geo is asked for without a_sync, or hybrid with what it excludes."""
+        """Returns the reason when geo is asked for without a_sync, or hybrid with options that it excludes."""
         try:
             mode = ps_mode(options)
             hybrid = hybrid_problem(options, mode) if is_hybrid(options, world_size) else None
@@ -182,8 +192,10 @@ class ASync(JobKind):
     def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
         """Returns the remark that the mode was left open."""
         if cls.problem(options, world_size):
-            return ()  # there is no mode to speak of
-        mode, config, default = ps_mode(options), options["a_sync_configs"], ASyncConfig()
+            return ()  # the mode is refused
+        mode = ps_mode(options)
+        config = options["a_sync_configs"]
+        default = ASyncConfig()
         found = []
         if mode == "async" and not options.is_set("a_sync"):
             found.append("a_sync was not set; the job trains asynchronously. Set a_sync to True or False to choose.")
@@ -204,7 +216,12 @@ class ASync(JobKind):
 
     @classmethod
     def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
-        """Returns what the mode does, or what all have in common where it is refused."""
+        """Returns the effects of the mode, or those of every mode where it is refused; and the named rows."""
+        model, optimizer = cls._effects_of_mode(options, world_size)
+        return model + _named_rows(options), optimizer
+
+    @classmethod
+    def _effects_of_mode(cls, options: Values, world_size: int) -> tuple[str, str]:
         if cls.problem(options, world_size):
             return cls.model_effect, cls.optimizer_effect
         mode = ps_mode(options)
@@ -228,7 +245,7 @@ class ASync(JobKind):
 
     @property
     def staleness(self) -> int | None:
-        """How many steps of other workers a worker may go without; ``None``: any number."""
+        """The number of other workers' steps that a worker may lack; ``None``: any number."""
         bound: int = self.config.max_staleness
         return bound if bound >= 0 else None
 
@@ -239,6 +256,7 @@ class ASync(JobKind):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises ConfigError when the servers have no rule for ``optimizer``, or there is one already."""
+        # Imported here, as below: a collective job loads nothing of the parameter server.
         from fleet.ps.worker.optimizer_rules import check_geo_optimizer, rule_of_group
 
         if any(other.user_optimizer is not optimizer for other in self.job.optimizers):
@@ -255,14 +273,18 @@ class ASync(JobKind):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when an embedding cannot be served, or its rows would get scaled gradients."""
-        from fleet.ps.worker.served_embedding import check_embeddings, has_rows
+        from fleet.ps.worker.named_embeddings import check_named
+        from fleet.ps.worker.served_embedding import has_rows
 
-        check_embeddings(model)
+        for key in _NAMES:
+            check_patterns(model, getattr(self.config, key), f"a_sync_configs[{key!r}]", self.job)
+        named = self._named(model)
+        check_named(model, *named)
         if not (self.hybrid or self.mode == "geo"):
             check_renormalized(model, "the parameter servers hold the weight, and their next values would undo it")
         elif self.job.world_size > 1:
             check_renormalized(model)
-        if scales_gradients(self.job.options, self.job.device.type) and has_rows(model):
+        if scales_gradients(self.job.options, self.job.device.type) and (any(named) or has_rows(model)):
             raise UnsupportedOptionError(
                 "amp computes in float16 here and scales the backward signal; it unscales the gradients of parameters, "
                 "and those of rows on the servers would arrive scaled. bfloat16 needs no scale: set "
@@ -270,10 +292,15 @@ class ASync(JobKind):
             )
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Makes every ``nn.Embedding(sparse=True)`` one that can read its rows from the servers."""
+        """Makes every ``nn.Embedding(sparse=True)``, and named embeddings, read rows from the servers."""
+        from fleet.ps.worker.named_embeddings import serve_named
         from fleet.ps.worker.served_embedding import serve_embeddings
 
+        serve_named(*self._named(model))
         serve_embeddings(model)
+
+    def _named(self, model: nn.Module) -> list[dict[str, nn.Module]]:
+        return [find_modules(model, getattr(self.config, key)) for key in _NAMES]
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns an optimizer whose step pushes and pulls."""
@@ -307,7 +334,7 @@ def is_hybrid(options: Values, world_size: int) -> bool:
 
 
 def publication_of(config: ASyncConfig) -> Publication | None:
-    """Returns what the keys ``publish*`` ask for, ``None`` without them; raises ConfigError for a wrong sink."""
+    """Returns the publication that the keys ``publish*`` describe, or ``None``; raises ConfigError for a wrong sink."""
     if not config.publish:
         return None
     from fleet.ps.publishing.publication import Publication
@@ -357,6 +384,14 @@ def _published(options: Values) -> str:
     publication = publication_of(options["a_sync_configs"])
     every = "" if publication is None else f"; the servers publish changed rows every {publication.every_s:g} s"
     return every if publication is None else f"{every} to {publication.address}"
+
+
+def _named_rows(options: Values) -> str:
+    config: ASyncConfig = options["a_sync_configs"]
+    found = "; rows with the modules' own weights: " + ", ".join(config.sparse_modules) if config.sparse_modules else ""
+    if config.unbounded_modules:
+        found += "; tables of any 64-bit id, with new rows: " + ", ".join(config.unbounded_modules)
+    return found
 
 
 def _start(world_size: int) -> str:

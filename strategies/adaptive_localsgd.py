@@ -13,8 +13,8 @@ from torch import Tensor
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide
+from fleet.strategies._shared.backward_calls import watch_losses
 from fleet.strategies._shared.local_training import LocalOptimizer, TrainsLocally, mean_over_workers
-from fleet.strategies._shared.loss_value import watch_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
         k = clip(ceil(sqrt(lr_0 * loss / (lr * loss_0) * init_k)), 1, 16)
 
     ``loss`` is the mean over the workers of the last value on which backward was called; ``lr_0`` and ``loss_0`` are
-    those of the first average.
+    the values at the first average.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -71,6 +71,7 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
 
     def note_loss(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Keeps the loss of this step; it is read only when parameters are averaged."""
+        # Not read yet: float() would wait for the device in every step.
         self._loss = loss.detach()
 
     def average(self) -> None:
@@ -88,11 +89,11 @@ class AdaptiveLocalOptimizer(LocalOptimizer):
         self.k_steps = interval(loss, rate, *self._first, self._init_k_steps)
 
     def progress(self) -> dict[str, Any]:
-        """Returns what :meth:`resume` needs."""
+        """Returns the entries for :meth:`resume`."""
         return {**super().progress(), "k_steps": self.k_steps, "first": list(self._first or ())}
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Continues where ``progress`` was taken."""
+        """Continues from ``progress``."""
         super().resume(progress)
         self.k_steps = int(progress.get("k_steps", self._init_k_steps))
         first = progress.get("first", ())

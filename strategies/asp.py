@@ -2,21 +2,20 @@
 
 [Note: Which weights]
 The weights of ``nn.Linear`` and ``nn.Conv2d`` whose output dim is a multiple of 8 and whose input dim (for a
-convolution, the channels of a group) is a multiple of 16: the rule of NVIDIA's ASP, which omits what sparse tensor
-cores cannot use. Each run of four neighbours along the input dim keeps the two of largest magnitude; of equal ones,
-the first. Frozen weights, and layers in ``asp_configs['excluded_layers']``, stay dense.
+convolution, the channels of a group) is a multiple of 16: the rule of NVIDIA's ASP, which omits weights that sparse
+tensor cores cannot use. Each run of four neighbours along the input dim keeps the two of largest magnitude; of equal
+ones, the first. Frozen weights, and layers in ``asp_configs['excluded_layers']``, stay dense.
 
 [Note: When the masks are chosen]
 Rank 0 chooses them at the first training forward, so weights that are loaded after ``distributed_model`` count, and
 sends them to the others; a worker that holds only rows of a weight (sharding) chooses for these rows. After that they
-never change. They are part of the optimizer's state: a loaded state brings its own.
+never change. They are part of the optimizer's state: a loaded state replaces them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fleet.errors import CheckpointError, ConfigError, did_you_mean
+from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
+from fleet.strategies._shared.module_names import check_patterns, find_modules
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.parts import local
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -39,7 +40,7 @@ _OUTPUTS, _INPUTS = 8, 16
 
 @dataclass(frozen=True, kw_only=True)
 class AspConfig(Config, option="asp_configs"):
-    """What stays dense; Fleet's ``asp`` has no settings of its own."""
+    """The layers that stay dense; Fleet's ``asp`` has no settings."""
 
     excluded_layers: tuple[str, ...] = setting(
         [], "modules that stay dense, with everything in them: qualified names, or patterns such as 'head*'"
@@ -53,7 +54,7 @@ class Asp(Strategy):
     meaning = "Keep two of every four weights at zero (2:4 sparsity): the masks are applied again after each update."
     stage = Stage.UPDATE
     Config = AspConfig
-    after = ("build_strategy", "lars", "lamb")  # masks what the final rule has written
+    after = ("build_strategy", "lars", "lamb")  # masks the result of the final rule
     in_ps_job = True
     in_place = True
     conflicts = {
@@ -102,6 +103,7 @@ class Asp(Strategy):
                 self.masks.choose(weights.values())
 
         self._handles.append(root.register_forward_pre_hook(before_forward, prepend=True))
+        # A loaded state may be dense: its masked entries become zero at once.
         self._handles.append(root.register_load_state_dict_post_hook(lambda *_: self.masks.apply()))
         return model
 
@@ -145,10 +147,10 @@ class Masks:
         if not waiting:
             return
         # Also where a loaded state has set them: whatever each worker loaded, all go on with the same ones.
-        chosen = [self._dropped[w] if w in self._dropped else smaller_two_of_four(local_part(w)) for w in waiting]
+        chosen = [self._dropped[w] if w in self._dropped else smaller_two_of_four(local(w)) for w in waiting]
         group = self._job.axes.group(*COPY_AXES)
         if group is not None and self._job.collective:
-            whole = [place for place, w in enumerate(waiting) if local_part(w) is w]
+            whole = [place for place, w in enumerate(waiting) if local(w) is w]
             sent = [chosen[place].to(torch.uint8) for place in whole]
             broadcast_from_rank_0(sent, group)
             for place, mask in zip(whole, sent, strict=True):
@@ -161,7 +163,7 @@ class Masks:
     def apply(self) -> None:
         """Sets the masked entries of every weight to zero."""
         for weight, dropped in self._dropped.items():
-            local_part(weight).masked_fill_(dropped, 0.0)
+            local(weight).masked_fill_(dropped, 0.0)
 
     def of(self, weight: Tensor) -> Tensor | None:
         """Returns the mask of ``weight``, True where it is kept at zero; ``None`` without one."""
@@ -172,10 +174,11 @@ class Masks:
         return {name: self._dropped[w].clone() for name, w in self._weights.items() if w in self._dropped}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads masks that :meth:`save` returned and applies them; those of a later model wait for it.
+        """Loads masks that :meth:`save` returned and applies them; masks of a later model wait for it.
 
-        Raises CheckpointError when one does not fit its weight; nothing is loaded then.
+        Raises CheckpointError when a mask does not fit its weight; nothing is loaded then.
         """
+        # All are checked before the first is loaded.
         for name, dropped in saved.items():
             weight = self._weights.get(name)
             if weight is None and int(name.partition(":")[0]) < self._num_models:
@@ -184,7 +187,7 @@ class Masks:
                     "here. Load the state of this model, with the same asp_configs['excluded_layers']."
                 )
             if weight is not None:
-                check_mask(name, dropped, local_part(weight))
+                check_mask(name, dropped, local(weight))
         for name, dropped in saved.items():
             if name in self._weights:
                 weight = self._weights[name]
@@ -212,7 +215,7 @@ class MaskingOptimizer(OptimizerWrapper):
         return {**super().state_dict(), "asp": {"dropped": self._masks.save()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state and applies its masks; one that was saved without asp leaves the masks as they are.
+        """Loads a state and applies its masks; a state that was saved without asp leaves the masks as they are.
 
         Raises CheckpointError when a mask does not fit its parameter; nothing is loaded then.
         """
@@ -234,23 +237,13 @@ def check_mask(name: str, dropped: Any, weight: Tensor) -> None:
         )
 
 
-def local_part(weight: Tensor) -> Tensor:
-    """Returns the rows that this worker holds of a weight that is divided among workers, any other weight as it is."""
-    to_local: Callable[[], Tensor] | None = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
-
-
 def eligible_weights(model: nn.Module, excluded: tuple[str, ...]) -> list[Tensor]:
     """Returns the weights of ``model`` that asp makes sparse; see [Note: Which weights].
 
     Raises ConfigError when an entry of ``excluded`` names no module.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in excluded:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = did_you_mean(pattern, names) or f" Modules: {', '.join(names[:12])}."
-            raise ConfigError(f"asp_configs['excluded_layers'] has {pattern!r}, which names no module.{near}")
-    dense = [name for name in names if any(fnmatchcase(name, pattern) for pattern in excluded)]
+    check_patterns(model, excluded, "asp_configs['excluded_layers']", None)
+    dense = find_modules(model, excluded)
     found: dict[Tensor, None] = {}
     kept: set[Tensor] = set()
     for name, module in model.named_modules():

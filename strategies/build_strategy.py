@@ -7,6 +7,7 @@ here they are independent. ``allow_cuda_graph_capture`` makes to_static record C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import REGISTRY, Guide, Stage, Strategy, top_level
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, innermost
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, innermost, loss_of
 
 _FUSION = "torch.compile fuses what it can; turn to_static on"
 _MEMORY = "torch's autograd and allocator decide it"
@@ -75,10 +76,7 @@ class BuildStrategyConfig(Config, option="build_strategy"):
         False, "sum inside each node first", refused="write strategy.use_hierarchical_allreduce = True"
     )
     hierarchical_allreduce_inter_nranks: int = setting(
-        1,
-        "workers in an inner group",
-        at_least=1,
-        refused="write strategy.hierarchical_allreduce_inter_nranks",
+        1, "workers in an inner group", at_least=1, refused="write strategy.hierarchical_allreduce_inter_nranks"
     )
     gradient_scale_strategy: int = setting(
         0,
@@ -215,8 +213,29 @@ class FusedOptimizer(OptimizerWrapper):
         self._key = key
         self.note_groups()
 
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Updates in one kernel; returns the closure's loss."""
+        loss = loss_of(closure)
+        # torch's fused SGD takes the momentum of all parameters or of none; its foreach form makes missing ones.
+        late = [group for group in self.param_groups if group.get("fused") and self._lacks_momentum(group)]
+        for group in late:
+            group.update(fused=None, foreach=True)
+        try:
+            super().step()
+        finally:
+            for group in late:
+                group.update(fused=True, foreach=None)
+        return loss
+
+    def _lacks_momentum(self, group: dict[str, Any]) -> bool:
+        """Returns whether some of the parameters to update, and not all, have no momentum yet."""
+        if not group.get("momentum"):
+            return False
+        updated = (p for p in group["params"] if p.grad is not None)
+        return len({self.state.get(p, {}).get("momentum_buffer") is None for p in updated}) > 1
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; one that was saved in another form continues in this one."""
+        """Loads a state; a state that was saved in another form continues in this form."""
         super().load_state_dict(state_dict)
         self.note_groups()
 

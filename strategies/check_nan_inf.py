@@ -1,7 +1,7 @@
 """check_nan_inf: names the module, rank and step where a NaN or Inf first appears, and stops every worker.
 
-The environment switches it on too: ``FLAGS_check_nan_inf=1``, or ``FLAGS_pp_check_naninf=1``, which is Fleet's flag
-for the same in a pipeline.
+The environment switches it on too: ``FLAGS_check_nan_inf=1``, or ``FLAGS_pp_check_naninf=1``, Fleet's flag for
+pipelines.
 
 [Note: When the host learns of it]
 Each module's inputs and outputs, the gradients that flow into outputs, and the gradients of parameters are looked at on
@@ -14,7 +14,7 @@ after it, and workers need not run equally many of them; there the worker asks a
 [Note: Scaled gradients]
 With amp in float16, or with a GradScaler given to ``fleet.distributed_scaler``, the backward signal is scaled, and an
 Inf in it is how the largest scale is found: that step is skipped. Gradients are then left to amp or the scaler, which
-never updates with one that is not finite, and only forward is checked.
+skips every update with an Inf or NaN, and only forward is checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies._shared.alarm import Alarm
 from fleet.strategies._shared.casts import scales_gradients
 from fleet.strategies._shared.finite import Place, Sightings, described, tensors_in
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, followed_by
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -60,9 +60,7 @@ class CheckNanInf(Strategy):
     after = ("amp", "gradient_merge", "localsgd", "adaptive_localsgd")
     in_ps_job = True
     in_place = True
-    conflicts = {
-        "to_static": "a compiled model does not call its modules one by one, so none could be named",
-    }
+    conflicts = {"to_static": "a compiled model does not call its modules one by one, so none could be named"}
     model_effect = "looks at the inputs, outputs and gradients of every module for NaN and Inf"
     optimizer_effect = "raises NanInfError on every worker, before the update, when something was not finite"
     guide = Guide(
@@ -114,7 +112,7 @@ class CheckNanInf(Strategy):
         return CheckingOptimizer(optimizer, self.watch)
 
     def use_scaler(self, scaler: Any) -> None:
-        """Leaves gradients to ``scaler``, as to amp: it skips the steps in which scaled ones overflow."""
+        """Leaves gradients to ``scaler``, as to amp: it skips the steps in which scaled gradients overflow."""
         for hooks in self._hooks:
             hooks.gradients = False
         self._scaled = True
@@ -128,7 +126,7 @@ class CheckNanInf(Strategy):
 
 
 class Watch:
-    """What one worker has seen, and how it tells the others.
+    """The values that one worker has seen, and its messages to the others.
 
     ``steps`` counts the calls of ``step()``, over all optimizers.
     """
@@ -198,13 +196,14 @@ class Watch:
             raise NanInfError(message, rank=self._job.global_rank, step=self.steps)
 
     def _number(self, number: int, place: Place) -> int:
-        """Returns what is the smallest on the worker whose sighting is the earliest in the computation.
+        """Returns a number that is the smallest on the worker with the earliest sighting in the computation.
 
         The same modules run on every worker that holds the same layers; between stages, a micro-batch goes forward
         through all of them before it goes back.
         """
         axes = self._job.axes
-        stages, stage = axes.size("pp"), axes.rank("pp")
+        stages = axes.size("pp")
+        stage = axes.rank("pp")
         if stages == 1:
             return number
         turn = stages - 1 - stage if place.is_backward else stage
@@ -230,7 +229,8 @@ class Watch:
 
     def _shared(self, message: str, rank: int) -> str:
         """Returns the message of ``rank`` on every worker."""
-        group, device = self._job.process_group, self._job.device
+        group = self._job.process_group
+        device = self._job.device
         if group is None:
             raise AssertionError("a message is shared among the workers of a group")
         source = dist.get_global_rank(group, rank)
@@ -278,6 +278,7 @@ class ModuleHooks:
         if self._step != self._watch.steps:
             self._step = self._watch.steps
             self._passes.clear()
+        # Each chunk of a pipeline stage sees every micro-batch once, so forwards are counted by chunk.
         chunk = keywords.get("chunk_id") or 0
         self._micro_batch = self._passes[chunk]
         self._passes[chunk] += 1
@@ -311,7 +312,7 @@ class ModuleHooks:
             self._watch.check_alone()
 
     def _look(self, tensor: Tensor, place: Place, shown: Tensor | None = None) -> bool:
-        """Returns whether ``tensor`` is new, and looks at it, or at what is ``shown`` for it."""
+        """Returns whether ``tensor`` is new, and looks at it, or at ``shown`` in its place."""
         if not self._watch.sightings.is_new(tensor):
             return False
         # Inside a backward pass these are values that are computed a second time.
@@ -323,7 +324,7 @@ class ModuleHooks:
         if place.kind == "gradient":
             self._in_backward = place.micro_batch
         if self.gradients:
-            # A parameter does not know whose gradient it gets: that of the outputs whose gradients came last.
+            # A parameter does not know the micro-batch of its gradient: it is that of the latest gradient of an output.
             self._watch.sightings.add(gradient, replace(place, micro_batch=self._in_backward))
 
 
@@ -339,14 +340,8 @@ class CheckingOptimizer(OptimizerWrapper):
         self._watch.steps += 1
         if closure is None:
             self._check()
-            return super().step()
-
-        def checked() -> float:
-            loss = closure()
-            self._check()
-            return loss
-
-        return super().step(checked)
+        # With a closure the passes run inside step(): the check comes after them and before the update.
+        return super().step(None if closure is None else followed_by(closure, self._check))
 
     def _check(self) -> None:
         """Asks; where rows live on parameter servers the message names the row as well."""
@@ -363,7 +358,7 @@ class CheckingOptimizer(OptimizerWrapper):
         return {**super().state_dict(), "check_nan_inf": {"steps": self._watch.steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state; one that was saved without the option counts steps from 0."""
+        """Loads a state; a state that was saved without the option counts steps from 0."""
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "check_nan_inf"})
         self._watch.steps = int(state_dict.get("check_nan_inf", {"steps": 0})["steps"])
 

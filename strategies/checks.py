@@ -11,7 +11,7 @@ from fleet.strategies._declare.strategy import top_level
 @top_level
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings(Config):
-    """How often the workers compare what they hold as copies, and their losses."""
+    """How often the workers compare their copies and their losses."""
 
     in_ps_job = False
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fleet.job.axes import COPY_AXES
@@ -100,7 +100,8 @@ class DataParallelJob(JobKind):
             return model
         # They are exchanged by the layer that holds them, see [Note: Who holds what].
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(model))
-        job, parameters = self.job, {id(p) for p in model.parameters()}
+        job = self.job
+        parameters = {id(p) for p in model.parameters()}
         sharing = [other for other in self._wrapped if not parameters.isdisjoint(map(id, other.parameters()))]
         for other in sharing:
             _share(other)
@@ -117,6 +118,7 @@ class DataParallelJob(JobKind):
         self._wrapped.add(wrapped)
         averages = job.options["gradient_scale_configs"].scale_strategy == "avg"
         divisor = job.axes.data_replicas if averages else 1  # see [Note: Who holds what]
+        # A sum that is not divided by all workers must not be summed once more by a second exchange.
         if divisor != copies.size():
             exchange_of(wrapped).divisor = divisor
             exchange_of(wrapped).use()
@@ -130,7 +132,7 @@ class DataParallelJob(JobKind):
             _follow(wrapped, came=bool(added))
 
     def close(self) -> None:
-        """Shares buffers no longer."""
+        """Stops sharing buffers."""
         self.job.listeners.remove(self._buffers)
 
 
@@ -157,7 +159,8 @@ class SharedBuffers(Listener):
 
     def before_forward(self, model: WrappedModel) -> None:
         """Makes the buffers of a model in which nothing trains worker 0's, before a forward that trains."""
-        wrapped, group = data_parallel_in(model._chain), self._job.axes.group(*COPY_AXES)
+        wrapped = data_parallel_in(model._chain)
+        group = self._job.axes.group(*COPY_AXES)
         names = self._names.get(model)
         if not (names and group and model.training and torch.is_grad_enabled()):
             return
@@ -173,25 +176,35 @@ class SharedBuffers(Listener):
 class SummedOnce:
     """Keeps gradients that are a sum over the workers from being added up again by the next exchange.
 
-    A backward pass that begins with such gradients in place leaves each worker its share of them, which the exchange
-    adds up to the same sum. Averages may be averaged again as they are.
+    Before something is added to such a gradient, each worker keeps its share of it, and the exchange adds the shares up
+    to the same sum. Averages may be averaged again as they are.
     """
 
     def __init__(self, passes: Passes, num_workers: int) -> None:
-        self._passes, self._num_workers = passes, num_workers
-        self._is_summed = self._exchanges = False
+        self._passes = passes
+        self._num_workers = num_workers
+        self._summed: set[Tensor] = set()
+        self._exchanges = False
         passes.checks.append(self._before_exchange)
         passes.starts.append(self._begin)
+        if passes.arrivals is not None:
+            passes.arrivals.outside.append(self._share)
 
     def _before_exchange(self) -> None:
         self._exchanges = True
 
-    @torch.no_grad()
     def _begin(self) -> None:
-        for parameter in self._passes.parameters if self._is_summed else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._num_workers)
-        self._is_summed, self._exchanges = self._exchanges, False
+        for parameter in list(self._summed):
+            self._share(parameter)
+        if self._exchanges:
+            self._summed.update(self._passes.parameters)
+        self._exchanges = False
+
+    @torch.no_grad()
+    def _share(self, parameter: Tensor) -> None:
+        if parameter in self._summed and parameter.grad is not None:
+            parameter.grad.div_(self._num_workers)
+        self._summed.discard(parameter)
 
 
 def wrap_data_parallel(
@@ -215,8 +228,8 @@ def wrap_data_parallel(
             "device_ids": [device.index] if device.type == "cuda" else None,
             "process_group": process_group,
             "find_unused_parameters": find_unused_parameters,
-            # The bucket is the gradient, which saves a copy and its memory. Two modules cannot share one, because
-            # each divides what it finds in the gradient.
+            # The bucket is the gradient, which saves a copy and its memory. Two modules cannot share a gradient so,
+            # because each divides the numbers in it.
             "gradient_as_bucket_view": not shares,
         }
         if not fuse:
@@ -277,12 +290,14 @@ def _share(wrapped: DistributedDataParallel) -> None:
 
 def _remake_reducer(wrapped: DistributedDataParallel, came: bool) -> None:
     """Replaces the reducer of ``wrapped``, which stays: other strategies hold it and have put hooks on it."""
+    # __init__ resets the module: hooks, the mode and the sync flag belong to the script and to other strategies.
     kept = {name for name in vars(nn.Module()) if "hooks" in name} | {"training", "require_backward_grad_sync"}
     state = {name: value for name, value in vars(wrapped).items() if name in kept}
     keywords = wrapped.__dict__["fleet_keywords"](wrapped.__dict__["fleet_shares"])
     DistributedDataParallel.__init__(wrapped, wrapped.module, init_sync=came, **keywords)
     wrapped.__dict__.update(state, fleet_exchanged=_trained(wrapped.module))
-    exchange, passes = wrapped.__dict__.get("fleet_exchange"), wrapped.__dict__.get("fleet_passes")
+    exchange = wrapped.__dict__.get("fleet_exchange")
+    passes = wrapped.__dict__.get("fleet_passes")
     if exchange is not None and exchange.registered:
         exchange.register()
     if passes is not None:
@@ -300,11 +315,13 @@ def plan_bucket_caps_MiB(sizes_bytes: Sequence[int], bucket_MiB: float, last_MiB
         >>> plan_bucket_caps_MiB([1 << 20, 1 << 20, 4 << 20], bucket_MiB=32, last_MiB=1.0)
         [5.0, 32.0]
     """
+    # The parameters at the front get their gradients last, so they form the last bucket.
     last_bytes, num_last = 0, 0
     for size in sizes_bytes:
         if num_last and last_bytes + size > last_MiB * _MIB:
             break
-        last_bytes, num_last = last_bytes + size, num_last + 1
+        last_bytes += size
+        num_last += 1
     caps: list[float] = []
     filled = 0
     for size in reversed(sizes_bytes[num_last:]):

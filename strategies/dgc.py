@@ -16,7 +16,7 @@ from fleet.errors import ConfigError, OptionWarning
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.optimizer_kinds import check_momentum, check_settings_off
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._gradients.flat import copy_back, flattened
+from fleet.strategies._gradients.flat import copy_back, flattened, gather_into
 from fleet.strategies._gradients.gradient_exchange import GradientExchange, data_parallel_in, exchange_of
 from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.local_training import problem_of_sequences
@@ -86,7 +86,7 @@ class Dgc(Strategy):
         self.compressors: list[Compressor] = []
 
     def use_scaler(self, scaler: Any) -> None:
-        """Raises ConfigError for a scaler that is on: what is held back would be of an older scale."""
+        """Raises ConfigError for a scaler that is on: entries held back would have an older scale."""
         if scaler.is_enabled():
             raise ConfigError(
                 "fleet.distributed_scaler() was called with dgc on: dgc keeps unsent gradients from step to step, and "
@@ -97,7 +97,8 @@ class Dgc(Strategy):
         """Returns ``model``, whose exchange sends the largest entries of each large gradient."""
         module = data_parallel_in(model)
         if module is not None:
-            exchange, passes = exchange_of(module), passes_of(model)
+            exchange = exchange_of(module)
+            passes = passes_of(model)
             exchange.route = lambda bucket: exchange_bucket(bucket, exchange, self.compressors)
             exchange.use(self.name)
 
@@ -112,6 +113,7 @@ class Dgc(Strategy):
         """Returns an optimizer that applies the sparse updates; momentum is in them already."""
         if self.job.world_size == 1:
             return optimizer
+        # A parameter is compressed for one optimizer, the latest; the others stop.
         parameters = {p for group in optimizer.param_groups for p in group["params"]}
         for compressor in self.compressors:
             compressor.give(parameters)
@@ -119,7 +121,7 @@ class Dgc(Strategy):
         return SparseUpdateOptimizer(optimizer, self.compressors[-1], self.job)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Records that what was exchanged for ``parameters`` was cleared."""
+        """Records that the exchanged gradients of ``parameters`` were cleared."""
         for compressor in self.compressors:
             compressor.sent.difference_update(parameters)
 
@@ -150,20 +152,22 @@ class Compressor:
     """
 
     def __init__(self, config: DgcConfig) -> None:
-        self._begin, self._rampup = config.rampup_begin_step, config.rampup_step
+        self._begin = config.rampup_begin_step
+        self._rampup = config.rampup_step
         self._sparsity = config.sparsity or (0.999,)
         self.steps = 0
         self.u: dict[Tensor, Tensor] = {}
         self.v: dict[Tensor, Tensor] = {}
         self.groups: dict[Tensor, dict[str, Any]] = {}  # parameter -> the optimizer's group it belongs to
-        self.sent: set[Tensor] = set()  # whose .grad holds what was exchanged
-        self.unused = False  # something was exchanged since the last step
+        self.sent: set[Tensor] = set()  # parameters with an exchanged gradient in .grad
+        self.unused = False  # an exchange came since the last step
         self.lost = False  # parameters were given to a later optimizer
 
     def give(self, parameters: set[Tensor]) -> None:
         """Releases ``parameters``, which another optimizer has now."""
         if not parameters.isdisjoint(self.groups):
-            self.lost, self.unused = True, False
+            self.lost = True
+            self.unused = False
             for held in (self.groups, self.u, self.v):
                 for parameter in parameters.intersection(held):
                     del held[parameter]
@@ -177,8 +181,8 @@ class Compressor:
     def check_fresh(self, parameters: Iterable[Tensor]) -> None:
         """Raises ConfigError when ``parameters`` cannot be exchanged: not twice for one step, and no gradient twice.
 
-        What an exchange has added to u and v stays there when its gradients are dropped, and is added again when they
-        are still in ``.grad``.
+        The gradients of an exchange stay in u and v when ``.grad`` is cleared, and would be added again if they were
+        still in ``.grad``.
         """
         self.sent = {p for p in self.sent if p.grad is not None}
         if not any(p in self.groups for p in parameters):
@@ -196,7 +200,7 @@ class Compressor:
             )
 
     def num_sent(self, numel: int) -> int:
-        """Returns how many of ``numel`` entries are sent at this step, at least 1."""
+        """Returns the number of entries, out of ``numel``, to send at this step; at least 1."""
         place = int((self.steps - self._begin) * len(self._sparsity) / self._rampup)
         sparsity = self._sparsity[min(place, len(self._sparsity) - 1)]
         return max(1, int(numel * (1 - sparsity)))
@@ -230,7 +234,8 @@ def exchange_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Exchanges one bucket: large gradients sparsely, the others in one dense buffer."""
     owners = {p: compressor for compressor in reversed(compressors) for p in compressor.groups}
-    group, num_workers = exchange.group, exchange.group.size()
+    group = exchange.group
+    num_workers = exchange.group.size()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     sparse = [(p, g) for p, g in pairs if p in owners and owners[p].compresses(p)]
     dense = [g for p, g in pairs if not (p in owners and owners[p].compresses(p))]
@@ -246,7 +251,7 @@ def exchange_bucket(
         indices = index.new_empty(num_workers * index.numel())
         values = value.new_empty(num_workers * value.numel())
         for gathered, own in ((indices, index), (values, value)):
-            waiting.append(all_gather_flat(gathered, own, group).get_future())
+            waiting.append(gather_into(gathered, own, group=group, async_op=True).get_future())
         counts = [len(part) for part, _ in chosen]
         finish.append(lambda: _add_up(indices, values, counts, [g for _, g in sparse], num_workers))
 
@@ -261,15 +266,8 @@ def exchange_bucket(
     return done
 
 
-def all_gather_flat(gathered: Tensor, own: Tensor, group: Any) -> Any:
-    """Starts filling ``gathered`` with ``own`` of every worker, in rank order; returns the work."""
-    # torch 2.13 renamed the call.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(gathered, own, group=group, async_op=True)
-
-
 def _add_up(indices: Tensor, values: Tensor, counts: list[int], gradients: list[Tensor], num_workers: int) -> None:
-    """Replaces each gradient by the sum of what the workers sent for it."""
+    """Replaces each gradient by the sum of the entries that the workers sent for it."""
     per_worker = zip(indices.chunk(num_workers), values.chunk(num_workers), strict=True)
     for gradient in gradients:
         gradient.zero_()
@@ -281,7 +279,7 @@ def _add_up(indices: Tensor, values: Tensor, counts: list[int], gradients: list[
 class SparseUpdateOptimizer(OptimizerWrapper):
     """Applies sparse updates as they are (``p -= lr * update``) and leaves all other parameters to SGD inside.
 
-    What is held back is each worker's own: ``state_dict()`` is exact for the worker that saved it, and another worker
+    Each worker holds other entries back: ``state_dict()`` is exact for the worker that saved it, and another worker
     that loads it starts with nothing held back.
     """
 
@@ -307,6 +305,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
             raise ConfigError(shared_by_two("dgc"))
         loss = loss_of(closure)
         check_hooks(self.optimizer)
+        # SGD inside must not see them: momentum is in these updates already.
         updates = {p: p.grad for p in self.parameters() if p.grad is not None and self._compressor.compresses(p)}
         for parameter in updates:
             parameter.grad = None
@@ -324,7 +323,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         self._compressor.sent.clear()
 
     def saving_note(self) -> str | None:
-        """Returns what a user who saves should know: what is held back is this worker's own."""
+        """Returns a note for a user who saves: the entries held back are this worker's alone."""
         if not self._compressor.v:
             return super().saving_note()
         return (
@@ -333,7 +332,7 @@ class SparseUpdateOptimizer(OptimizerWrapper):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of SGD, the step of the rampup, and what this worker holds back."""
+        """Returns the state of SGD, the step of the rampup, and the entries that this worker holds back."""
         places: dict[Tensor, int] = {p: place for place, p in enumerate(self.parameters())}
         held = {
             name: {places[p]: t.clone() for p, t in getattr(self._compressor, name).items() if p in places}

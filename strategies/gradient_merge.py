@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, Values, setting
-from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._declare.strategy import GradientKeeper, Guide, Stage
 from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, accumulate
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.strategies._gradients.passes import Passes, passes_of
@@ -30,7 +30,7 @@ class GradientMergeConfig(Config, option="gradient_merge_configs"):
     avg: bool = setting(True, "divide the sum of the gradients by k_steps")
 
 
-class GradientMerge(Strategy):
+class GradientMerge(GradientKeeper):
     """Updates at every k-th step with the gradients of k batches."""
 
     name = "gradient_merge"
@@ -93,7 +93,16 @@ class GradientMerge(Strategy):
         for window in self._windows:
             window.note_parameters()
 
+    def averaged_batches(self) -> int:
+        """Returns ``k_steps``, unless gradients are only added up."""
+        return int(self.config.k_steps) if self.config.avg else 1
+
+    def held_gradients(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yields the gradients of ``parameters`` that the windows have set aside."""
+        for window in self._windows:
+            yield from window.held(parameters)
+
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
-        """Drops what the present batch has added to the windows of ``parameters``."""
+        """Drops the gradients of the present batch from the windows of ``parameters``."""
         for window in self._windows:
             window.note_clear(parameters)

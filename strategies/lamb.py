@@ -72,7 +72,8 @@ class LambAdam(RuleWrapper):
         """Updates the parameters of one group."""
         beta1, beta2 = group["betas"]
         states = [self._moments(p) for p in parameters]
-        owners, parameters = parameters, [local(p) for p in parameters]
+        owners = parameters
+        parameters = [local(p) for p in parameters]
         gradients = [local(gradient) for gradient in gradients]
         means = [local(state["exp_avg"]) for state in states]
         squares = [local(state["exp_avg_sq"]) for state in states]
@@ -88,7 +89,8 @@ class LambAdam(RuleWrapper):
         updates = torch._foreach_div(means, [1 - beta1**count for count in counts])
         torch._foreach_div_(updates, denominators)
         torch._foreach_add_(updates, torch._foreach_mul(parameters, self.decays(owners, self._decay)))
-        weight_norms, update_norms = norms(parameters, owners), norms(list(updates), owners)
+        weight_norms = norms(parameters, owners)
+        update_norms = norms(list(updates), owners)
         trusted = (weight_norms > 0) & (update_norms > 0)
         rates = (group["lr"] * torch.where(trusted, weight_norms / update_norms, 1.0)).unbind()
         torch._foreach_mul_(updates, [rate.to(update.dtype) for rate, update in zip(rates, updates, strict=True)])

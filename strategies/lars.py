@@ -67,7 +67,7 @@ class LarsMomentum(RuleWrapper):
         v = momentum * v + local * (g + wd * p)
         p = p - v
 
-    The learning rate is inside v, as in Paddle: a change of it scales only what is added from then on.
+    The learning rate is inside v, as in Paddle: a change of it scales only later gradients.
     """
 
     def __init__(self, *args: Any, config: LarsConfig) -> None:
@@ -78,11 +78,13 @@ class LarsMomentum(RuleWrapper):
         """Updates the parameters of one group."""
         velocities = [local(self._velocity(p)) for p in parameters]
         decays = self.decays(parameters, self._config.lars_weight_decay)
-        owners, parameters = parameters, [local(p) for p in parameters]
+        owners = parameters
+        parameters = [local(p) for p in parameters]
         gradients = [local(gradient) for gradient in gradients]
         if group["weight_decay"]:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-        weight_norms, gradient_norms = norms(parameters, owners), norms(gradients, owners)
+        weight_norms = norms(parameters, owners)
+        gradient_norms = norms(gradients, owners)
         decay = torch.tensor(decays, device=weight_norms.device)
         denominator = gradient_norms + decay * weight_norms + self._config.epsilon
         trusted = (decay > 0) & (weight_norms > 0) & (gradient_norms > 0)

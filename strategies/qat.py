@@ -129,7 +129,7 @@ def linear_modules(model: nn.Module, left_out: tuple[str, ...]) -> list[nn.Linea
 
 
 def quantize_linear(module: nn.Linear, config: QatConfig) -> None:
-    """Makes ``module`` a FakeQuantizedLinear in place, so that hooks and whoever holds it keep their module."""
+    """Makes ``module`` a FakeQuantizedLinear in place, so that its hooks and holders keep their module."""
     from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig, IntxFakeQuantizer
 
     activations = IntxFakeQuantizeConfig(_integer(config.activation_bits), "per_token", is_symmetric=False)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from fleet.errors import ConfigError, did_you_mean
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
+from fleet.strategies._shared.module_names import check_patterns, find_modules
 from fleet.strategies._shared.segments import run_segment
-from fleet.strategies._shared.stages import on_some_stage
-
-if TYPE_CHECKING:
-    from fleet.job.job import Job
 
 _NO_TUNER = "it belongs to Paddle's automatic parallelism, which has no counterpart here"
 
@@ -50,7 +45,7 @@ class Recompute(Strategy):
     meaning = "Trade time for memory: the named modules compute their activations again in backward."
     stage = Stage.MODULE
     Config = RecomputeConfig
-    # Outside the modules that these put in place, so that what is computed twice is the final module.
+    # Outside the modules that these put in place, so that the final module is computed twice.
     after = ("qat", "sync_batch_norm", "tensor_parallel")
     in_ps_job = True
     model_effect = "computes the modules in recompute_configs['checkpoints'] a second time in backward"
@@ -84,7 +79,7 @@ class Recompute(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when a name or pattern in ``checkpoints`` fits no module."""
-        check_patterns(model, self.config.checkpoints, self.job)
+        check_patterns(model, self.config.checkpoints, "recompute_configs['checkpoints']", self.job)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``; the named modules compute their activations again in backward."""
@@ -100,8 +95,8 @@ class Recompute(Strategy):
 class RecomputedForward:
     """The forward of a module, run as a segment; everything else of the module stays as it is.
 
-    A pattern such as ``"layers.*"`` names what is inside a layer, too. Of segments inside each other torch keeps what
-    it has computed again until the end of backward.
+    A pattern such as ``"layers.*"`` names the modules inside a layer, too. Of segments inside each other torch keeps
+    the recomputed activations until the end of backward.
 
     Attributes:
         outers: the forwards of modules around this one; while one of them runs, this one is part of its segment.
@@ -109,7 +104,8 @@ class RecomputedForward:
 
     def __init__(self, name: str, module: nn.Module, offload: bool) -> None:
         self._name = f"{name!r}, a {type(module).__name__},"
-        self._module, self._inner = module, module.__dict__.get("forward")
+        self._module = module
+        self._inner = module.__dict__.get("forward")
         self._offload = offload
         self.outers: list[RecomputedForward] = []
         self._num_running = 0
@@ -134,19 +130,3 @@ class RecomputedForward:
         if self._inner is not None:
             return self._inner(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)  # it may have become an embedding on servers
-
-
-def find_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Returns the modules that ``patterns`` name, each once, in the order of ``model.named_modules()``."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    return {name: m for name, m in modules.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-def check_patterns(model: nn.Module, patterns: tuple[str, ...], job: Job | None) -> None:
-    """Raises ConfigError for one of ``patterns`` that fits no module of any stage, with the nearest names."""
-    modules = [name for name, _ in model.named_modules() if name]
-    fits = on_some_stage([any(fnmatchcase(name, pattern) for name in modules) for pattern in patterns], job)
-    for pattern, fitting in zip(patterns, fits, strict=True):
-        if not fitting:
-            near = did_you_mean(pattern, modules) or f" Modules: {', '.join(list(modules)[:12])}."
-            raise ConfigError(f"recompute_configs['checkpoints'] has {pattern!r}, which names no module.{near}")

@@ -16,7 +16,7 @@ from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 
 
 class SyncBatchNorm(Strategy):
-    """Replaces every batch-norm module by one that shares its statistics."""
+    """Replaces every batch-norm module by a module that shares its statistics."""
 
     name = "sync_batch_norm"
     meaning = "Compute batch-norm statistics over the batches of all workers."
@@ -43,7 +43,7 @@ class SyncBatchNorm(Strategy):
         if group is None:
             return model
         if group == dist.group.WORLD:
-            group = None  # by which torch means the same, and a module that holds a group cannot be copied
+            group = None  # the same to torch, and a module that holds a group cannot be copied
         if self.job.device.type == "cuda":
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
             return converted
@@ -118,9 +118,12 @@ class _SharedStatistics(torch.autograd.Function):
         count = rows.new_full((1,), float(rows.shape[1]))
         mean = rows.mean(1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
         spread = (rows - mean[:, None]).square().sum(1)
+        # One message for all three; a worker without rows takes part with the count 0.
         gathered = _gather(torch.cat([mean, spread, count]), module.process_group)
-        means, spreads = gathered[:, : len(mean)], gathered[:, len(mean) : -1]
-        counts, total = gathered[:, -1:], gathered[:, -1].sum()
+        means = gathered[:, : len(mean)]
+        spreads = gathered[:, len(mean) : -1]
+        counts = gathered[:, -1:]
+        total = gathered[:, -1].sum()
         # Chan, Golub and LeVeque (1979): the spread of a union from the spreads and means of its parts.
         mean = (means * counts).sum(0) / total
         var = (spreads + counts * (means - mean).square()).sum(0) / total
@@ -136,7 +139,8 @@ class _SharedStatistics(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         normal, scale, weight, total = ctx.saved_tensors
         dims = [0, *range(2, grad.dim())]
-        grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)
+        grad_bias = grad.sum(dims)
+        grad_weight = (grad * normal).sum(dims)
         sums = torch.cat([grad_bias, grad_weight]).float()
         dist.all_reduce(sums, group=ctx.group)
         mean_grad, mean_product = (sums / total).chunk(2)

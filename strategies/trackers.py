@@ -10,7 +10,7 @@ from fleet.strategies._declare.strategy import top_level
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig(Config, option="tracker_configs"):
-    """What the trackers are told, and what is logged without a call."""
+    """The names of a run, and the values that are logged without a call."""
 
     project: str = setting("fleet", "name that runs are grouped by")
     run_name: str = setting(

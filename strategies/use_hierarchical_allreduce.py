@@ -78,7 +78,7 @@ class TwoLevels:
 
     Args:
         ranks: the workers that exchange with this one.
-        all_ranks: those of every worker; all make all groups, in the same order.
+        all_ranks: the same for every worker; all make all groups, in the same order.
         size: ranks from one multiple of ``size`` to the next are neighbours.
     """
 
@@ -86,13 +86,16 @@ class TwoLevels:
         rank = dist.get_rank()
         self._inside: Any = None
         self._between: Any = None
+        # new_group() is a collective call: every worker makes the groups of all, in one order.
         for exchanging in all_ranks:
             inner = [list(near) for _, near in groupby(exchanging, lambda rank: rank // size)]
             groups = [dist.new_group(near) for near in inner]
             between = dist.new_group([near[0] for near in inner])
             if exchanging == ranks:
                 place = next(place for place, near in enumerate(inner) if rank in near)
-                self._inside, self._between, self._leader = groups[place], between, inner[place][0]
+                self._inside = groups[place]
+                self._between = between
+                self._leader = inner[place][0]
         self._leads = rank == self._leader
 
     def sum(self, tensor: Tensor) -> torch.futures.Future[list[Tensor]]:

@@ -93,6 +93,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
     variables, children, grouped = dict(os.environ), _children(), _group_is_up()
     yield
     left = []
+    if (running := sys.modules.get("fleet.job.running")) is not None:
+        running.RUNNING.end()  # its listeners would watch the tests that follow
     if _group_is_up() and not grouped:
         import torch
 
@@ -108,6 +110,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
         for name in changed:
             _restore(name, variables.get(name))
         left.append(f"environment variables {changed}")
+    if _backward_is_wrapped():
+        left.append("functions around torch.autograd.backward")
     deadline = time.monotonic() + 2.0
     while (new := _children() - children - _servers()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -115,6 +119,18 @@ def _nothing_is_left_behind() -> Iterator[None]:
         left.append(f"child processes {sorted(map(_describe, new))}")
     if left:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _backward_is_wrapped() -> bool:
+    """Returns whether a session of this test still watches backward, and ends it for the tests that follow."""
+    torch = sys.modules.get("torch")
+    found = False
+    for name in ("backward", "grad") if torch is not None else ():
+        patch = getattr(torch.autograd, name)
+        if hasattr(patch, "_fleet_layers"):
+            found |= bool(patch._fleet_layers)
+            setattr(torch.autograd, name, patch.__wrapped__)
+    return found
 
 
 def _group_is_up() -> bool:

@@ -212,9 +212,17 @@ def test_type_checkers_find_the_package(
 
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_our_top_folders_are_not_importable(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_our_top_folders_are_not_importable(
+    kind: str, checkout: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Other packages, as deepctr_torch, install a folder of one of these names."""
     python: Path = request.getfixturevalue(kind)
-    code = "from importlib.util import find_spec; print([m for m in ('launch', 'strategies', 'tests') if find_spec(m)])"
+    code = (
+        "import sys; from importlib.util import find_spec\n"
+        "found = [s for m in ('launch', 'strategies', 'tests') if (s := find_spec(m)) is not None]\n"
+        "places = [p for s in found for p in s.submodule_search_locations or [s.origin]]\n"
+        f"print([p for p in places if p.startswith((sys.prefix, {str(checkout)!r}))])"
+    )
     assert run(python, "-c", code, cwd=tmp_path).strip() == "[]"
 
 

@@ -304,6 +304,15 @@ model = fleet.distributed_model(model)
 optimizer.step()
 moved = torch.stack([(p - q).norm() for p, q in zip(model.parameters(), before)]).norm()
 print("moved by", round(moved.item(), 4))
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.full((8, 4), 100.0)).sum()
+    loss.backward()
+    return loss
+before = [p.detach().clone() for p in model.parameters()]
+optimizer.step(closure)
+moved = torch.stack([(p - q).norm() for p, q in zip(model.parameters(), before)]).norm()
+print("with a closure by", round(moved.item(), 4))
 for change in [("clip_gradients_configs", {{"max_norm": 0.0}}), ("clip_gradients_configs", {{"norm": 1.0}})]:
     try:
         setattr(strategy, *change)
@@ -325,6 +334,7 @@ def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     done = run(USE.format(use=example("CONTRIBUTING.md", "use")), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "moved by 0.5\n" in done.stdout
+    assert "with a closure by 0.5\n" in done.stdout
     assert re.search(r"ConfigError clip_gradients_configs\['max_norm'\] is 0.0; it must be greater than 0", done.stdout)
     assert re.search(r"UnknownOptionError .*Did you mean 'max_norm'\?", done.stdout)
     assert "'clip_gradients' and 'sharding' cannot both be on" in done.stdout

@@ -66,7 +66,7 @@ def run_in_stages(rank: int, world_size: int, title: str) -> dict[int, list[list
             strategy.sharding = True
             strategy.sharding_configs = {"stage": stage}
         start = found["start"].replace("is_collective=True", "is_collective=True, strategy=strategy")
-        body = found[title].replace('{"stage": 2}', f'{{"stage": {stage or 1}}}')
+        body = found[title].replace('{"stage": 3}', f'{{"stage": {stage or 1}}}')
         names: dict[str, Any] = {"strategy": strategy}
         exec(compile(start + body, title, "exec"), names)
         left[stage] = [whole(names[name]) for name in ("net", "average") if name in names]

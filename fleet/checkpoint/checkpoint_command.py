@@ -1,4 +1,4 @@
-"""``python -m fleet checkpoint``: what a checkpoint holds, whether it is whole, and the same in another format."""
+"""``python -m fleet checkpoint``: shows the content of a checkpoint, verifies it, and converts it to another format."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +162,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     is_file = Path(target).suffix in to.suffixes
     if not target:
         raise CheckpointError(f"convert: TARGET is {arguments.target!r}, which names nothing. Name a file or a folder.")
+    # Everything about the target is refused before the source is opened, which may take minutes.
     if arguments.max_shard_size is not None and (not to.shard_bytes or is_file):
         divided = ", ".join(one.to for one in _targets().values() if one.shard_bytes)
         raise CheckpointError(f"--max-shard-size divides a folder of --to {divided}; here there is one file. Omit it.")
@@ -204,10 +206,11 @@ def _name_map(path: str | None) -> Mapping[str, str] | None:
         return None
     import yaml
 
-    from fleet._limited_yaml import LimitedLoader
+    from fleet.common.limited_yaml import MAX_TEXT, LimitedLoader
+    from fleet.common.plain_files import read_small
 
     try:
-        node = LimitedLoader(Path(path).read_text(encoding="utf-8")).get_single_node()
+        node = LimitedLoader(read_small(path, MAX_TEXT).decode()).get_single_node()
     except OSError as error:
         raise CheckpointError(f"--map {path}: {error.strerror or error}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -225,6 +228,7 @@ def _name_map(path: str | None) -> Mapping[str, str] | None:
 
 def _write(state: WholeState, target: str, to: Format, shard_bytes: int | None) -> None:
     sizes = [shard_bytes or to.shard_bytes] if to.shard_bytes else []
+    # A format that commits leaves nothing behind when it fails; the others write beside the target.
     try:
         with contextlib.nullcontext(target) if to.commits else _at_once(Path(target)) as path:
             to.load().write_state(state, path, *sizes)
@@ -237,15 +241,15 @@ def _write(state: WholeState, target: str, to: Format, shard_bytes: int | None) 
 
 @contextlib.contextmanager
 def _at_once(target: Path) -> Iterator[Path]:
-    """Gives a path beside ``target`` that becomes it in the end; after an error nothing is left."""
-    made = target.with_name(f".{os.getpid()}.{target.name}")
+    """Yields a temporary path beside ``target``, renamed to it at the end; after an error nothing is left."""
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}{target.suffix}")
     try:
-        yield made
-        os.rename(made, target)
+        yield temporary
+        os.rename(temporary, target)
     except BaseException:
-        if made.is_dir():
-            shutil.rmtree(made, ignore_errors=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                made.unlink()
+                temporary.unlink()
         raise

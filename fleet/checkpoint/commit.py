@@ -1,11 +1,11 @@
-"""Commit: a worker leaves its file and its record, and worker 0 makes the index of all of them.
+"""Commit: every worker leaves its data file and its record, and worker 0 merges the records into the index.
 
 [Note: A save]
-1. Every worker writes ``data-TOKEN-RANK.safetensors``, flushed to disk, then ``record-TOKEN-RANK.json``, which says
-   what the file holds, or why it could not be written.
-2. Worker 0 waits for the records of all workers, makes the index of them and commits it; see
+1. Every worker writes ``data-TOKEN-RANK.safetensors``, flushed to disk, then ``record-TOKEN-RANK.json``: an index of
+   this file, or the reason why it could not be written.
+2. Worker 0 waits for the records of all workers, merges them into the index and commits it; see
    :mod:`fleet.checkpoint.storage`. From this moment the checkpoint is the new one.
-3. It removes what the new index does not name: the files of the checkpoint before, and what dead saves have left.
+3. It removes the files that the new index does not name: those of the checkpoint before, and leftovers of dead saves.
 
 A save that dies in 1 or 2 leaves files that no index names. A name holds the token of its save, so that two saves, the
 second one after a restart, never write to one file.
@@ -20,28 +20,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleet.checkpoint.data_files import FileBlock, in_file_order, write_file
-from fleet.checkpoint.index import INDEX, Index, Piece, TensorEntry
+from fleet.checkpoint.data_files import FileBlock, add_block, in_file_order, write_file
+from fleet.checkpoint.index import INDEX, Index
 from fleet.checkpoint.storage import Folder, explained
 from fleet.errors import CheckpointError, FleetError
 
 _RECORD = r"record-[0-9a-f]+-\d+\.json"
-_OURS = re.compile(rf"data-[0-9a-f]+-\d+\.safetensors|{_RECORD}|\.(index\.json|{_RECORD})\.\d+\.tmp")
+_OURS = re.compile(rf"data-[0-9a-f]+-\d+\.safetensors|{_RECORD}|\.(index\.json|{_RECORD})\.[0-9a-f]+\.tmp")
 _PEERS_S = 600.0  # the others began at the same step, and write as much as this worker
-_SAID_AFTER_S = 10.0
-_LOOK_S = 1.0  # between looks at whether the folder is still the one that was written to
+_WARN_EVERY_S = 10.0
+_LOOK_S = 1.0  # between checks that the folder was not replaced while this worker waits
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker writes of a checkpoint.
+    """One worker's share of a checkpoint.
 
     Attributes:
-        token: of this save, the same on all workers.
-        rank: of this worker.
+        token: names this save, the same on all workers.
+        rank: rank of this worker.
         world_size: number of workers that leave a record.
-        blocks: what its file holds, in the order of ``in_file_order``.
+        blocks: the content of its file, in the order of ``in_file_order``.
         values, aliases, job: see :class:`Index`.
     """
 
@@ -76,23 +76,25 @@ def write_share(
     """Writes this worker's file and record; on worker 0, waits for the others and commits the checkpoint.
 
     Args:
-        folder: where.
-        share: what.
+        folder: the folder of the checkpoint.
+        share: this worker's share.
         data: the contiguous bytes of each of the share's blocks, in order.
         meet: called at named points; it may raise to stop the save.
-        say: is told whom this worker waits for.
-        agree: is told why this worker has failed, or an empty text; when its part is written, and when the checkpoint
-            is committed. It raises CheckpointError, where the workers can exchange it, on all of them.
+        say: called with a text that names the worker that this one waits for.
+        agree: called once this worker's part is written, and once the checkpoint is committed, with the reason of a
+            failure or an empty text. It raises CheckpointError on all workers that can exchange the reason.
 
     Raises:
         CheckpointError: this worker's file, or on worker 0 another one's, could not be written; the checkpoint before
             is whole, and its index stands.
     """
-    record, failed = Index(), ""
+    record = Index()
+    failed = ""
     cause: Exception | None = None
     try:
         meet("save.begin")
         folder.prepare()
+        # Before any new file, which may need the room of the leftovers.
         if share.rank == 0:
             remove_leftovers(folder, share.token)
         record = _written(folder, share, data, meet)
@@ -101,19 +103,22 @@ def write_share(
     except Exception as error:  # a store has errors of its own, and the other workers must hear of all of them
         with contextlib.suppress(Exception):
             folder.remove(share.data_name)
+        # Worker 0 waits for a record of every worker; the error stands in the place of this one's.
         leave_error(folder, share, _reason(error))
-        failed, cause = _not_written(folder, _reason(error)), error
+        failed = _not_written(folder, _reason(error))
+        cause = error
     _tell(agree, failed, cause)
     try:
         if share.rank == 0:
             _commit(folder, share, record, meet, say)
     except Exception as error:
-        failed, cause = _not_written(folder, _reason(error)), error
+        failed = _not_written(folder, _reason(error))
+        cause = error
     _tell(agree, failed, cause)
 
 
 def _tell(agree: Callable[[str], None], failed: str, cause: Exception | None) -> None:
-    """Calls ``agree``; what it raises names ``cause``, the error of this worker, if there is one."""
+    """Calls ``agree``, whose error gets this worker's own error, if any, as its cause."""
     try:
         agree(failed)
     except CheckpointError as error:
@@ -121,7 +126,7 @@ def _tell(agree: Callable[[str], None], failed: str, cause: Exception | None) ->
 
 
 def leave_error(folder: Folder, share: Share, text: str) -> None:
-    """Leaves a record that says why this worker's part is missing, so that worker 0 does not wait for it."""
+    """Leaves a record with the reason why this worker's part is missing, so that worker 0 does not wait for it."""
     if share.rank:
         with contextlib.suppress(Exception):
             folder.prepare()
@@ -131,10 +136,11 @@ def leave_error(folder: Folder, share: Share, text: str) -> None:
 def _commit(
     folder: Folder, share: Share, record: Index, meet: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    """Makes the index of all records, commits it, and removes what it does not name."""
+    """Merges all records into the index, commits it, and removes the files that it does not name."""
     others = [_peers_record(folder, share, rank, say, meet) for rank in range(1, share.world_size)]
     meet("save.manifest")
     index = Index.merged([record, *others])
+    # A folder that was removed while the workers wrote would get an index whose files are gone.
     _check_files(folder, index.files)
     meet("save.rename")
     folder.put(INDEX, index.to_json().encode())
@@ -176,10 +182,7 @@ def check_target(folder: Folder) -> None:
 
 
 def read_index(folder: Folder) -> Index:
-    """Returns the index of the checkpoint in ``folder``.
-
-    Raises CheckpointError when there is none, or it is damaged.
-    """
+    """Returns the index of the checkpoint in ``folder``; raises CheckpointError for a missing or damaged one."""
     label = f"{folder.path}/{INDEX}"
     try:
         text = folder.get(INDEX)
@@ -190,6 +193,7 @@ def read_index(folder: Folder) -> Index:
         ) from error
     except OSError as error:
         names = []
+        # The folder itself may be unreadable; the error names the index in any case.
         with contextlib.suppress(OSError):
             names = folder.names()
         what = (
@@ -212,7 +216,7 @@ def remove_unnamed(folder: Folder, index: Index) -> None:
 
 
 def remove_leftovers(folder: Folder, token: str) -> None:
-    """Removes what saves that were killed have left, which takes the room that the save ``token`` needs.
+    """Removes leftovers of killed saves, which take the room that the save ``token`` needs.
 
     Where the index cannot be read, everything stays: it may name any file.
     """
@@ -237,13 +241,12 @@ def _written(folder: Folder, share: Share, data: Any, meet: Callable[[str], None
     meet("save.part")
     record.files[share.data_name] = described
     for block, begin in zip(blocks, begins, strict=True):
-        entry = record.tensors.setdefault(block.name, TensorEntry(block.dtype, block.shape))
-        entry.pieces.append(Piece(share.data_name, begin, block.offsets, block.sizes))
+        add_block(record, block, share.data_name, begin)
     return record
 
 
 def _check_files(folder: Folder, files: Iterable[str]) -> None:
-    """Raises CheckpointError unless the folder still has what was written to it."""
+    """Raises CheckpointError unless the folder still has ``files``."""
     if gone := set(files) - set(folder.names()):
         raise CheckpointError(
             f"{min(gone)!r} is gone from the folder; somebody removed it, or the folder, while it was being written. "
@@ -254,10 +257,10 @@ def _check_files(folder: Folder, files: Iterable[str]) -> None:
 def _peers_record(
     folder: Folder, share: Share, rank: int, say: Callable[[str], None], meet: Callable[[str], None]
 ) -> Index:
-    """Returns the record that worker ``rank`` leaves, and removes it."""
+    """Waits for the record of worker ``rank``, removes it and returns it."""
     name = share.record_name(rank)
     began = looked = time.monotonic()
-    said = began + _SAID_AFTER_S
+    next_warning = began + _WARN_EVERY_S
     while True:
         try:
             text = folder.get(name)
@@ -265,6 +268,7 @@ def _peers_record(
         except FileNotFoundError:
             meet("save.wait")
             now = time.monotonic()
+            # In a removed folder the record never appears: this worker's own file shows it long before the limit.
             if now > looked + _LOOK_S and share.blocks:
                 looked = now
                 _check_files(folder, [share.data_name])
@@ -273,8 +277,8 @@ def _peers_record(
                     f"worker {rank} has not written its part within {_PEERS_S:.0f} s; every worker calls save(), and "
                     "all of them must see the same folder"
                 ) from None
-            if now > said:
-                said = now + _SAID_AFTER_S
+            if now > next_warning:
+                next_warning = now + _WARN_EVERY_S
                 say(f"checkpoint {folder.path!r}: waiting for the part of worker {rank} since {now - began:.0f} s")
             time.sleep(_POLL_S)
     record = Index.from_json(text, f"{folder.path}/{name}", is_record=True)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, DataFile, Piece
+from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, DataFile, Index, Piece, TensorEntry
+from fleet.common.plain_files import open_to_read
 from fleet.errors import CheckpointError
-from fleet.ps.files.own_folder import PLAIN
 
 _ALIGNMENT = 64  # of the data in the file, so that a mapped tensor is aligned for every type
-_SPAN_BYTES = 16 << 20  # summed at once beside the write: less costs more for the change of threads
-_LARGE_BYTES = 64 << 20  # from here on, the data begins with a block of its own
+_SPAN_BYTES = 16 << 20  # summed at once beside the write: with less, switching threads costs more than it gains
+_LARGE_BYTES = 64 << 20  # from here on, the header is padded to a whole block of sums
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class FileBlock:
     """One tensor, or a box of one, that a file will hold.
 
     Attributes:
-        name: of the whole tensor.
+        name: name of the whole tensor.
         dtype: torch's name of the type.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         offsets: where the box begins in it.
         sizes: the shape of the box.
     """
@@ -51,27 +51,35 @@ class FileBlock:
 
     @property
     def key(self) -> str:
-        """The name in the file: that of the tensor, and where the box begins unless it is the whole."""
+        """The name in the file: the tensor's, with the offsets of a box that is not the whole."""
         return self.name if self.sizes == self.shape else f"{self.name}@{','.join(map(str, self.offsets))}"
 
 
 def block_of(found: Mapping[str, Any]) -> FileBlock:
-    """Returns the block of which ``found`` is the dictionary, as JSON gives it back."""
+    """Returns the block whose fields ``found`` holds, as JSON gives them back."""
     lists = {name: tuple(found[name]) for name in ("shape", "offsets", "sizes")}
     return FileBlock(found["name"], found["dtype"], **lists)
 
 
-def in_file_order(blocks: Iterable[FileBlock]) -> list[FileBlock]:
-    """Returns ``blocks`` as a file holds them: the widest types first, so that all are aligned; else as given.
+def add_block(record: Index, block: FileBlock, file: str, begin: int) -> None:
+    """Adds ``block``, whose bytes begin at ``begin`` of ``file``, to ``record``."""
+    entry = record.tensors.setdefault(block.name, TensorEntry(block.dtype, block.shape))
+    entry.pieces.append(Piece(file, begin, block.offsets, block.sizes))
+
+
+def file_order(block: FileBlock) -> tuple[int, int]:
+    """Returns the key by which a file sorts its blocks: the widest types first, so that all are aligned.
 
     Of one type, those that fill whole blocks of sums come first, then whole halves of them, and so on: a part of a
     tensor that ends at such a boundary is verified without the bytes beside it.
     """
-    return sorted(blocks, key=lambda block: (-DTYPES[block.dtype][0], -_granule(block.num_bytes)))
+    largest_power_of_two = block.num_bytes & -block.num_bytes
+    return -DTYPES[block.dtype][0], -min(largest_power_of_two, BLOCK_BYTES)
 
 
-def _granule(num_bytes: int) -> int:
-    return min(num_bytes & -num_bytes, BLOCK_BYTES)  # the largest power of two in it
+def in_file_order(blocks: Iterable[FileBlock]) -> list[FileBlock]:
+    """Returns ``blocks`` as a file holds them, equal ones in their order here; see :func:`file_order`."""
+    return sorted(blocks, key=file_order)
 
 
 def make_header(blocks: Sequence[FileBlock], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
@@ -82,7 +90,7 @@ def make_header(blocks: Sequence[FileBlock], metadata: dict[str, str] | None = N
     for block in blocks:
         end = begin + block.num_bytes
         key = block.key
-        while key in header:  # a tensor that is called as another one's box, or "__metadata__"
+        while key in header:  # a tensor may have the name of another one's box, or "__metadata__"
             key += "@"
         header[key] = {
             "dtype": DTYPES[block.dtype][1], "shape": list(block.sizes), "data_offsets": [begin, end],
@@ -98,7 +106,7 @@ def make_header(blocks: Sequence[FileBlock], metadata: dict[str, str] | None = N
 def read_header(data: bytes | memoryview, num_bytes: int, label: str) -> tuple[dict[str, Any], int]:
     """Returns the header of a safetensors file and where its data begins; ``data`` is the file's beginning.
 
-    Raises CheckpointError that begins with ``label`` when it is not such a header, names a tensor twice, or names bytes
+    Raises CheckpointError that begins with ``label`` when it is not such a header, or names a tensor twice or bytes
     outside the file.
     """
     try:
@@ -119,6 +127,7 @@ def read_header(data: bytes | memoryview, num_bytes: int, label: str) -> tuple[d
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    # json would keep the last of two equal names, without an error.
     if len(found) != len(pairs):
         raise ValueError("its header names something twice")
     return found
@@ -127,8 +136,8 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class SummedFile:
     """Writes bytes to ``file`` and keeps the CRC-32 of each block of ``BLOCK_BYTES``.
 
-    A thread sums some blocks while they are written: neither holds the interpreter's lock, and on one thread the sums
-    take a fifth of the time of a write. It ends with this object.
+    A thread, which ends with this object, sums blocks while they are written: neither holds the interpreter's lock,
+    and on one thread the sums take a fifth of the time of a write.
 
     Args:
         file: open for writing; not buffered, or flushed by the caller.
@@ -136,8 +145,10 @@ class SummedFile:
     """
 
     def __init__(self, file: Any, before_block: Callable[[], None] = lambda: None) -> None:
-        self._file, self._before_block = file, before_block
-        self._num_bytes, self._sum = 0, 0  # of what is summed
+        self._file = file
+        self._before_block = before_block
+        self._num_bytes = 0
+        self._sum = 0  # of the last block, as far as it is summed
         self._sums: list[int] = []
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -159,8 +170,10 @@ class SummedFile:
                 _write_all(self._file, span[at : at + BLOCK_BYTES])
 
     def _start_sums(self, span: memoryview) -> None:
-        while len(self._waiting) > 1:  # what waits for its sum stays in memory
+        # A span stays in memory until it is summed, so no more than two wait.
+        while len(self._waiting) > 1:
             self._waiting.pop(0).result()
+        # Handing a small span to the thread would cost more than summing it here; a waiting one must come first.
         if len(span) < BLOCK_BYTES and not self._waiting:
             self._add(span)
             return
@@ -181,7 +194,7 @@ class SummedFile:
                 self._sum = 0
 
     def finish(self) -> DataFile:
-        """Returns length and sums of what was written."""
+        """Returns length and sums of the file."""
         for one in self._waiting:
             one.result()
         if self._thread is not None:
@@ -197,7 +210,7 @@ def _write_all(file: Any, part: memoryview) -> None:
 
 
 class Ranges(Protocol):
-    """A file of which ranges of bytes can be read."""
+    """A file that is read by ranges of bytes."""
 
     num_bytes: int
 
@@ -210,23 +223,21 @@ class Ranges(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what the file holds; views of it stay valid where the platform allows it."""
+        """Closes the file; views of it stay valid where the platform allows it."""
         ...
 
 
 class MappedFile:
-    """A local file, mapped into memory: a range costs no copy, and only what is touched is read from disk.
+    """A local file, mapped into memory: a range costs no copy, and only touched pages are read from disk.
 
-    The map is a private one, because torch takes writable memory alone; nothing that is done to it reaches the file.
+    The map is private, because torch takes writable memory alone; no change of it reaches the file.
     """
 
     def __init__(self, path: Path, label: str) -> None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | PLAIN)
-            with os.fdopen(descriptor, "rb") as file:
-                self.num_bytes = os.fstat(descriptor).st_size
-                self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if self.num_bytes else None
-                _ = file
+            with open_to_read(path) as file:
+                self.num_bytes = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.num_bytes else None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{label}: {getattr(error, 'strerror', None) or error}.") from error
         self._view = memoryview(self._map) if self._map is not None else memoryview(b"")
@@ -237,12 +248,13 @@ class MappedFile:
 
     def release(self, begin: int, end: int) -> None:
         """Takes whole pages out of this process; they stay in the cache of the system while it has room."""
-        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map is not None and first < last and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def close(self) -> None:
-        """Lets the map go once nothing views it."""
+        """Releases the map once nothing views it."""
         self._view.release()
 
 
@@ -253,7 +265,7 @@ class DataReader:
         ranges: the file.
         described: its length and sums, from the index.
         label: how errors name it.
-        check_sums: whether blocks are verified; without it, exactly the bytes that are asked for are read.
+        check_sums: whether blocks are verified; without it, exactly the requested bytes are read.
 
     Raises:
         CheckpointError: the file has another length than the index says.
@@ -267,7 +279,10 @@ class DataReader:
             raise CheckpointError(
                 f"{label} has {ranges.num_bytes} bytes; {described.num_bytes} were written. It was cut off or replaced."
             )
-        self._ranges, self._described, self._label, self._check_sums = ranges, described, label, check_sums
+        self._ranges = ranges
+        self._described = described
+        self._label = label
+        self._check_sums = check_sums
         self._verified: set[int] = set()
         self.num_read = 0
 
@@ -280,9 +295,11 @@ class DataReader:
             self.num_read += end - begin
             return self._ranges.range(begin, end)
         start, stop = self._blocks_of(begin, end)
-        data = self._ranges.range(start, stop)  # once for all its blocks: a remote file answers one request
+        # Once for all its blocks: a remote file answers one request.
+        data = self._ranges.range(start, stop)
         for first in range(start, stop, BLOCK_BYTES):
-            block, last = first // BLOCK_BYTES, min(first + BLOCK_BYTES, stop)
+            block = first // BLOCK_BYTES
+            last = min(first + BLOCK_BYTES, stop)
             if block in self._verified:
                 continue
             if zlib.crc32(data[first - start : last - start]) != self._described.sums[block]:
@@ -295,7 +312,7 @@ class DataReader:
         return data[begin - start : end - start]
 
     def release(self, begin: int, end: int) -> None:
-        """Lets go of the memory that :meth:`range` has filled for these bytes; nobody views them any more."""
+        """Releases the memory that :meth:`range` has filled for these bytes; nobody may view them afterwards."""
         self._ranges.release(*(self._blocks_of(begin, end) if self._check_sums else (begin, end)))
 
     def _blocks_of(self, begin: int, end: int) -> tuple[int, int]:
@@ -315,10 +332,10 @@ def write_file(
 
     Args:
         file: open for writing in binary mode.
-        blocks: what it holds, in the order of :func:`in_file_order`.
-        data: the contiguous bytes of each, in that order.
+        blocks: its content, in the order of :func:`in_file_order`.
+        data: the contiguous bytes of each block, in that order.
         before_block: see :class:`SummedFile`.
-        metadata: texts that the header holds as well.
+        metadata: further texts for the header.
     """
     header, begins = make_header(blocks, metadata)
     summed = SummedFile(file, before_block)

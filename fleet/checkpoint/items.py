@@ -1,4 +1,4 @@
-"""Items: the tensors of a checkpoint as this worker holds them; what it writes of them, and how it fills them."""
+"""Items: the tensors of a checkpoint as this worker holds them, its blocks of them, and sources that fill them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.boxes import HeldBox, copy_from, divided_among, row_range
-from fleet.checkpoint.data_files import DataReader, FileBlock, in_file_order
-from fleet.checkpoint.index import DTYPES, Index, Piece, TensorEntry
+from fleet.checkpoint.data_files import DataReader, FileBlock, file_order
+from fleet.checkpoint.index import DTYPES, Index, Piece, TensorEntry, tensor_names
 from fleet.checkpoint.storage import Folder
-from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError, did_you_mean
 
 _CHUNK_BYTES = 4 << 20  # of a file that is read
@@ -24,9 +23,9 @@ class Item:
     """One tensor of a checkpoint, as far as this worker holds it.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of the whole tensor.
-        boxes: what this worker holds of it.
+        name: its name in the checkpoint.
+        shape: the shape of the whole tensor.
+        boxes: the boxes of it that this worker holds.
         holders: the ranks, in order, that hold the same boxes.
         alone: whether the first holder writes all of it, because the copies may differ.
     """
@@ -44,7 +43,7 @@ class Item:
 
 
 def written_by(items: Iterable[Item], rank: int) -> list[tuple[FileBlock, Tensor]]:
-    """Returns what the worker ``rank`` writes of ``items``, in the order of a file: blocks, and views of their numbers.
+    """Returns the blocks of ``items`` that worker ``rank`` writes, with views of their numbers, in the order of a file.
 
     Raises CheckpointError for a type that the files cannot hold.
     """
@@ -53,7 +52,8 @@ def written_by(items: Iterable[Item], rank: int) -> list[tuple[FileBlock, Tensor
         holders = item.holders[:1] if item.alone else item.holders
         if rank in holders:
             groups.setdefault(holders, []).extend((item, box) for box in item.boxes)
-    found: list[tuple[FileBlock, Tensor]] = []
+    # Workers with the same boxes divide one list of them, so they must see it in one order: that of the items.
+    written: list[tuple[FileBlock, Tensor]] = []
     for holders, pairs in groups.items():
         boxes = [box for _, box in pairs]
         for place, box in divided_among(boxes, holders.index(rank), len(holders)):
@@ -63,19 +63,18 @@ def written_by(items: Iterable[Item], rank: int) -> list[tuple[FileBlock, Tensor
                 raise CheckpointError(
                     f"save(): {item.name!r} has the type {dtype}, which safetensors files cannot hold."
                 )
-            found.append((FileBlock(item.name, dtype, item.shape, box.offsets, tuple(box.view.shape)), box.view))
-    order = {id(block): place for place, block in enumerate(in_file_order(block for block, _ in found))}
-    return sorted(found, key=lambda pair: order[id(pair[0])])
+            written.append((FileBlock(item.name, dtype, item.shape, box.offsets, tuple(box.view.shape)), box.view))
+    return sorted(written, key=lambda pair: file_order(pair[0]))
 
 
 def raw_bytes(views: Iterable[Tensor]) -> Iterator[Any]:
-    """Yields the bytes of each of ``views``; what is contiguous on the host is not copied."""
+    """Yields the bytes of each of ``views``; a view that is contiguous on the host is not copied."""
     for view in views:
         yield view.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def copy_into(buffer: Any, written: Sequence[tuple[FileBlock, Tensor]]) -> None:
-    """Copies the numbers of ``written`` into ``buffer``, one after the other as a file has them."""
+    """Copies the numbers of ``written`` into ``buffer``, one after the other as in a file."""
     begin = 0
     for block, view in written:
         if block.num_bytes:
@@ -86,7 +85,7 @@ def copy_into(buffer: Any, written: Sequence[tuple[FileBlock, Tensor]]) -> None:
 
 
 class Wanted:
-    """The boxes of saved tensors that this worker wants to be filled, by name.
+    """The boxes that this worker wants filled from saved tensors.
 
     Attributes:
         boxes: by the name of the tensor.
@@ -126,7 +125,8 @@ class StateSource:
     """
 
     def __init__(self, index: Index, path: str) -> None:
-        self.index, self._path = index, path
+        self.index = index
+        self._path = path
         self._below: dict[str, list[str]] = {}
         for name in (*index.tensors, *index.values):
             parent, _, last = name.rpartition("/")
@@ -137,18 +137,18 @@ class StateSource:
         return self._below.get(name, [])
 
     def entry(self, name: str) -> TensorEntry | None:
-        """Returns the tensor ``name``, which may be a second name; ``None`` where there is none."""
+        """Returns the tensor with the first or second name ``name``, or ``None``."""
         return self.index.tensors.get(self.index.aliases.get(name, name))
 
     def known(self, name: str) -> TensorEntry:
-        """Returns the tensor ``name``. Raises CheckpointError where there is none."""
+        """Returns the tensor ``name``. Raises CheckpointError for an unknown name."""
         entry = self.entry(name)
         if entry is None:
             raise CheckpointError(f"{self._path!r} holds no {name!r}.{did_you_mean(name, self.index.tensors)}")
         return entry
 
     def verify_all(self, wanted: Iterable[Wanted]) -> None:
-        """Reads and verifies what :meth:`fill_all` copies. Raises CheckpointError."""
+        """Reads and verifies the bytes that :meth:`fill_all` copies. Raises CheckpointError."""
         raise NotImplementedError
 
     def fill_all(self, wanted: Iterable[Wanted]) -> None:
@@ -160,10 +160,10 @@ class StateSource:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Releases what the source holds."""
+        """Closes the files of the source."""
 
     def _in_order(self, wanted: Iterable[Wanted]) -> Iterator[tuple[str, list[HeldBox]]]:
-        """Yields the names in the index that are wanted, in its order, and the boxes of each."""
+        """Yields the wanted names, in the order of the index, and the boxes of each."""
         together: dict[str, list[HeldBox]] = {}
         for name, boxes in (pair for one in wanted for pair in one.boxes.items()):
             self.known(name)
@@ -176,13 +176,14 @@ class SavedTensors(StateSource):
 
     Args:
         folder: the folder of the checkpoint.
-        index: what it holds.
+        index: its index.
         check_sums: verify every block that is touched.
     """
 
     def __init__(self, folder: Folder, index: Index, check_sums: bool = True) -> None:
         super().__init__(index, folder.path)
-        self._folder, self._check_sums = folder, check_sums
+        self._folder = folder
+        self._check_sums = check_sums
         self._readers: dict[str, DataReader] = {}
 
     @property
@@ -191,7 +192,7 @@ class SavedTensors(StateSource):
         return sum(reader.num_read for reader in self._readers.values())
 
     def verify_all(self, wanted: Iterable[Wanted]) -> None:
-        """Reads and verifies what :meth:`fill_all` copies. Raises CheckpointError."""
+        """Reads and verifies the bytes that :meth:`fill_all` copies. Raises CheckpointError."""
         for name, boxes in self._in_order(wanted):
             self.verify(name, boxes)
 
@@ -210,7 +211,7 @@ class SavedTensors(StateSource):
             copy_from(part, torch.frombuffer(data, dtype=dtype).view(part.sizes), [box])
 
     def verify(self, name: str, boxes: Sequence[HeldBox] | None = None) -> None:
-        """Reads and verifies what :meth:`fill` would copy; ``None`` for the whole tensor. Raises CheckpointError."""
+        """Reads and verifies the boxes, or without any the whole tensor ``name``. Raises CheckpointError."""
         if boxes is None:
             shape = self.known(name).shape
             boxes = [HeldBox((0,) * len(shape), torch.empty(shape, device="meta"))]
@@ -219,25 +220,27 @@ class SavedTensors(StateSource):
 
     def _read(self, name: str, boxes: Sequence[HeldBox]) -> Iterator[tuple[HeldBox, Piece, torch.dtype, memoryview]]:
         """Yields a box, the rows of a piece that it needs, and their type and bytes."""
-        entry, seen = self.known(name), set()
+        entry = self.known(name)
+        seen = set()
         dtype: torch.dtype = getattr(torch, entry.dtype)
         for piece in entry.pieces:
+            # Several stages of a pipeline may have written the same box, as of a tied embedding.
             if (piece.offsets, piece.sizes) in seen or not piece.numel:
-                continue  # several stages wrote it
+                continue
             seen.add((piece.offsets, piece.sizes))
             for box in boxes:
-                for first, last in _in_chunks(piece, entry, row_range(piece, [box])):
+                for first, last in _in_chunks(piece, entry, row_range(piece, box)):
                     part, end = _rows_of(piece, dtype, first, last)
                     reader = self._reader(piece.file)
                     yield box, part, dtype, reader.range(part.begin, end)
                     reader.release(part.begin, end)
 
     def whole(self, name: str) -> Tensor:
-        """Returns the whole tensor ``name``, in memory of its own."""
-        entry = self.known(name)
-        found = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        self.fill(name, [HeldBox((0,) * found.dim(), found)])
-        return found
+        """Returns the whole tensor ``name``, in new memory."""
+        wanted = Wanted()
+        whole = wanted.add_whole(self, name)
+        self.fill(name, wanted.boxes[name])
+        return whole
 
     def close(self) -> None:
         """Closes the files."""
@@ -263,7 +266,7 @@ def _rows_of(piece: Piece, dtype: torch.dtype, first: int, last: int) -> tuple[P
 
 
 def _in_chunks(piece: Piece, entry: TensorEntry, rows: tuple[int, int] | None) -> Iterator[tuple[int, int]]:
-    """Yields ``rows`` a few at a time: verified and copied while they are in the processor's cache, then let go."""
+    """Yields ``rows`` a few at a time: verified and copied while they are in the processor's cache, then released."""
     if rows is not None:
         row = piece.numel // (piece.sizes[0] if piece.sizes else 1) * DTYPES[entry.dtype][0]
         step = max(1, _CHUNK_BYTES // row)
@@ -272,7 +275,7 @@ def _in_chunks(piece: Piece, entry: TensorEntry, rows: tuple[int, int] | None) -
 
 
 def misfits(items: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry | None]) -> list[str]:
-    """Returns what of ``items``, names and whole shapes, does not fit what a checkpoint holds, as texts."""
+    """Returns, as texts, which ``items`` (names and whole shapes) differ from the entries of a checkpoint."""
     missing = [name for name in items if found.get(name) is None]
     shapes = [
         f"{name!r} is {list(entry.shape)} in the checkpoint and {list(shape)} here"

@@ -8,14 +8,14 @@ from contextlib import closing
 from typing import Any
 
 from fleet.checkpoint.commit import read_index
-from fleet.checkpoint.index import OBJECTS, Index
+from fleet.checkpoint.index import OBJECTS, Index, tensor_names
 from fleet.checkpoint.items import SavedTensors, StateSource, Wanted
 from fleet.checkpoint.model_tensors import refuse
-from fleet.checkpoint.saved_objects import takers_of
+from fleet.checkpoint.saved_objects import adapters_of
 from fleet.checkpoint.saving import agreed, axes_of, check_call, steps_of, wait, world_size_of
-from fleet.checkpoint.state_taker import StateTaker
+from fleet.checkpoint.state_adapter import StateAdapter
 from fleet.checkpoint.storage import Folder
-from fleet.checkpoint.values import decode, tensor_names
+from fleet.checkpoint.values import decode
 from fleet.errors import CheckpointError, FleetError, did_you_mean
 from fleet.job.job import Job
 from fleet.job.running import running_job
@@ -30,11 +30,11 @@ def load(
     checked first, with its sums: where something does not fit on one worker, nothing is changed on any.
 
     Args:
-        path: what :func:`save` wrote.
-        objects: by the keys of the save; a part of them may be left out. A module, an optimizer and what has
-            ``load_state_dict`` is loaded in place; of a value the present one is ignored. ``None`` returns everything,
-            tensors whole and on the host; a single worker may do that.
-        check_sums: verify the sum of each block of 1 MiB that is touched. ``False`` reads exactly what is needed.
+        path: the folder that :func:`save` wrote.
+        objects: by the keys of the save; some may be left out. Modules, optimizers and other objects with
+            ``load_state_dict`` are loaded in place; a present value is ignored. ``None`` returns everything, tensors
+            whole and on the host; a single worker may do that.
+        check_sums: verify the sum of each block of 1 MiB that is touched. ``False`` reads exactly the needed bytes.
 
     Returns:
         By key, the objects, and the saved values.
@@ -52,6 +52,7 @@ def load(
     call = "fleet.checkpoint.load()"
     job = running_job()
     folder = check_call(path, job, call)
+    # An asynchronous save of this process may still be writing to the folder.
     if objects is None:
         wait()
         with closing(_source(folder, check_sums)) as source:
@@ -63,7 +64,7 @@ def load(
 
 
 def _meet(objects: Any, path: str, job: Job | None, call: str) -> None:
-    """Returns when every worker has come here, and what all of them have saved is on disk.
+    """Waits until every worker is here, and the earlier saves of all of them are on disk.
 
     Raises ConfigError, CheckpointError, RendezvousError.
     """
@@ -88,17 +89,19 @@ def _source(folder: Folder, check_sums: bool) -> SavedTensors:
 
 def _fitting(
     objects: Mapping[str, Any], folder: Folder, job: Job | None, call: str, check_sums: bool
-) -> tuple[SavedTensors, dict[StateTaker, Wanted]]:
+) -> tuple[SavedTensors, dict[StateAdapter, Wanted]]:
     """Returns the checkpoint and the boxes that each state wants, once it fits on every worker; a collective call.
 
     Raises ConfigError, CheckpointError on every worker where one of them cannot load. Nothing is changed then.
     """
-    source, plan, problem = None, {}, ""
+    source = None
+    plan = {}
+    problem = ""
     try:
         source = _source(folder, check_sums)
-        takers = takers_of(objects, job, axes_of(job), call, own=bool(source.index.job.get("own")))
-        _check_takers(takers, source, folder.path, job)
-        plan = {taker: taker.wanted(source) for taker in takers}
+        adapters = adapters_of(objects, job, axes_of(job), call, own=bool(source.index.job.get("own")))
+        _check_adapters(adapters, source, folder.path, job)
+        plan = {adapter: adapter.wanted(source) for adapter in adapters}
         if check_sums:
             source.verify_all(plan.values())
     except FleetError as error:
@@ -107,6 +110,7 @@ def _fitting(
                 source.close()
             raise
         problem = f"{type(error).__name__}: {error}"
+    # Names of data files hold the token of their save: other names on a worker mean that it read another checkpoint.
     files = sorted(source.index.files) if source is not None else []
     report = {"path": folder.path, "problem": problem, "step": steps_of(job), "digests": {}, "files": files}
     try:
@@ -122,31 +126,31 @@ def _fitting(
     return source, plan
 
 
-def _check_takers(takers: Sequence[StateTaker], source: StateSource, path: str, job: Job | None) -> None:
+def _check_adapters(adapters: Sequence[StateAdapter], source: StateSource, path: str, job: Job | None) -> None:
     """Raises CheckpointError where the checkpoint does not fit."""
     kinds = source.index.values.get(OBJECTS, {})
     problems = []
-    for taker in takers:
-        if taker.key not in kinds:
-            problems.append(f"it has no {taker.key!r}, but {sorted(kinds)!r}{did_you_mean(taker.key, kinds)}")
+    for adapter in adapters:
+        if adapter.key not in kinds:
+            problems.append(f"it has no {adapter.key!r}, but {sorted(kinds)!r}{did_you_mean(adapter.key, kinds)}")
             continue
-        kind, class_name = kinds[taker.key]
-        mine = taker.class_name
+        kind, class_name = kinds[adapter.key]
+        mine = adapter.class_name
         is_converted = class_name == ""  # from a file that names no classes, and no state apart from a value
-        is_of_kind = kind == taker.kind or (is_converted and (kind, taker.kind) == ("value", "state"))
+        is_of_kind = kind == adapter.kind or (is_converted and (kind, adapter.kind) == ("value", "state"))
         if not is_of_kind or (class_name != mine and not is_converted and kind in ("optimizer", "state")):
             problems.append(
-                f"{taker.key!r} was saved from {_called(kind, class_name)} and is {_called(taker.kind, mine)} here"
+                f"{adapter.key!r} was saved from {_called(kind, class_name)} and is {_called(adapter.kind, mine)} here"
             )
     refuse(problems, path)
     _check_own(source.index, job, axes_of(job), path)
-    refuse(misfits_of(takers, source), path)
+    refuse(misfits_of(adapters, source), path)
 
 
-def misfits_of(takers: Sequence[StateTaker], source: StateSource) -> list[str]:
-    """Returns why the states of ``takers`` are not those of ``source``. Nothing is changed."""
-    found = [text for taker in takers for text in taker.check(source)]
-    twins = [(taker.key, pair) for taker in takers for pair in taker.twins(source)]
+def misfits_of(adapters: Sequence[StateAdapter], source: StateSource) -> list[str]:
+    """Returns why the states of ``adapters`` are not those of ``source``. Nothing is changed."""
+    found = [text for adapter in adapters for text in adapter.check(source)]
+    twins = [(adapter.key, pair) for adapter in adapters for pair in adapter.twins(source)]
     for (key, (alias, name)), is_equal in zip(twins, source.are_equal([pair for _, pair in twins]), strict=True):
         if not is_equal:
             found.append(f"{key!r}: {name!r} and {alias!r} are one parameter here and differ in the checkpoint")
@@ -154,22 +158,22 @@ def misfits_of(takers: Sequence[StateTaker], source: StateSource) -> list[str]:
 
 
 def _load_into(
-    objects: Mapping[str, Any], plan: Mapping[StateTaker, Wanted], source: StateSource, path: str, call: str
+    objects: Mapping[str, Any], plan: Mapping[StateAdapter, Wanted], source: StateSource, path: str, call: str
 ) -> dict[str, Any]:
     found = dict(objects)
     source.fill_all(plan.values())
-    for taker, wanted in plan.items():
+    for adapter, wanted in plan.items():
         try:
-            loaded = taker.put(source, wanted)
+            loaded = adapter.put(source, wanted)
         except FleetError:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{call}: {taker.key!r} does not take its state from {path!r}: {type(error).__name__}: {error}. It was "
-                "saved from an object of another form."
+                f"{call}: {adapter.key!r} does not take its state from {path!r}: {type(error).__name__}: {error}. It "
+                "was saved from an object of another form."
             ) from error
-        if taker.kind == "value":
-            found[taker.key] = loaded
+        if adapter.kind == "value":
+            found[adapter.key] = loaded
     return found
 
 
@@ -178,7 +182,7 @@ def _called(kind: str, class_name: str) -> str:
 
 
 def _check_own(index: Index, job: Job | None, axes: Any, path: str) -> None:
-    """Raises CheckpointError where each worker of another mesh has saved a state of its own."""
+    """Raises CheckpointError where the workers of another mesh have saved a state each."""
     if not index.job.get("own"):
         return
     saved = (index.job["world_size"], index.job["degrees"])
@@ -196,7 +200,7 @@ def _mesh(degrees: Mapping[str, int]) -> str:
 
 
 def everything(source: SavedTensors) -> dict[str, Any]:
-    """Returns all that a checkpoint holds, by key: states of modules and optimizers as nested dictionaries."""
+    """Returns the whole content of a checkpoint by key, with states of modules and optimizers as dictionaries."""
     found: dict[str, Any] = {}
     inside = {inner for value in source.index.values.values() for inner in tensor_names(value)}
     for key, (kind, _) in source.index.values.get(OBJECTS, {}).items():

@@ -1,4 +1,4 @@
-"""The tensors of a module in a checkpoint: taken from its parameters and buffers, and copied into them."""
+"""The tensors of a module in a checkpoint: its parameters and buffers as items, and loading into them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
+from fleet.checkpoint.index import tensor_names
 from fleet.checkpoint.items import Item, StateSource, Wanted, misfits
-from fleet.checkpoint.state_taker import Description, StateTaker
-from fleet.checkpoint.values import decode, encode, tensor_names
+from fleet.checkpoint.state_adapter import Description, StateAdapter
+from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
@@ -19,7 +20,7 @@ from fleet.strategies._shared.parameter_layout import layouts_of
 from fleet.strategies._shared.parts import local
 
 
-class ModelTensors(StateTaker):
+class ModelTensors(StateAdapter):
     """Describes and loads the state of one module.
 
     Args:
@@ -27,7 +28,7 @@ class ModelTensors(StateTaker):
         module: the user's module.
         axes: the place of this worker.
         wrapped: whether the job keeps the copies of its parameters equal.
-        own: the rank, where each worker keeps a state of its own; ``None`` elsewhere.
+        own: this worker's rank where every worker saves its state separately; ``None`` elsewhere.
         elsewhere: names of the state that other stages of a pipeline hold.
     """
 
@@ -37,13 +38,16 @@ class ModelTensors(StateTaker):
         self, key: str, module: nn.Module, axes: Axes, wrapped: bool = True, own: int | None = None,
         elsewhere: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.key, self._axes, self._wrapped, self._own = key, axes, wrapped, own
+        self.key = key
+        self._axes = axes
+        self._wrapped = wrapped
+        self._own = own
         self.module: nn.Module = getattr(module, "_orig_mod", module)  # torch.compile adds this to every name
         self.elsewhere = frozenset(elsewhere)
         self._prefix = f"{key}/" if own is None else f"@{own}/{key}/"
         _check_has_numbers(key, self.module)
 
-    def take(self) -> Description:
+    def describe(self) -> Description:
         """Returns the state."""
         aliases = self._aliases()
         items = [item for item in self._tensors() if item.name not in aliases]
@@ -57,15 +61,12 @@ class ModelTensors(StateTaker):
         return Description(items, aliases, values)
 
     def _aliases(self) -> dict[str, str]:
-        """Returns, of each further name of a tied parameter, the first one."""
+        """Returns the first name of each tied parameter by its further names."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
-        found = {}
-        for name in self.module.state_dict():
-            full, parameter = f"{self._prefix}{name}", parameters.get(name)
-            if parameter is not None and first.setdefault(id(parameter), full) != full:
-                found[full] = first[id(parameter)]
-        return found
+        names = {name: f"{self._prefix}{name}" for name in self.module.state_dict() if name in parameters}
+        firsts = {full: first.setdefault(id(parameters[name]), full) for name, full in names.items()}
+        return {full: kept for full, kept in firsts.items() if full != kept}
 
     def _tensors(self) -> Iterator[Item]:
         if self._own is None:
@@ -77,20 +78,21 @@ class ModelTensors(StateTaker):
                 yield self._item(f"{self._prefix}{name}", value)
 
     def _item(self, name: str, value: Tensor) -> Item:
-        """Returns a tensor that no layout divides: inside a value, or of a state that is this worker's own."""
+        """Returns a tensor that no layout divides: inside a value, or in a state that every worker saves separately."""
         own = local(value).detach()
         holders = holders_of(self._axes, own, None, expert=False) if self._own is None else (self._own,)
         return Item(name, tuple(own.shape), [HeldBox((0,) * own.dim(), own)], holders, alone=self._own is None)
 
     def check(self, source: StateSource) -> list[str]:
         """Returns why the saved state does not fit the module; an empty list where it does. Nothing is changed."""
-        state = self.take()
+        state = self.describe()
         inside = {inner for value in state.values.values() for inner in tensor_names(value)}
         wanted = {item.name: item.shape for item in state.items if item.name not in inside}
         wanted |= {alias: wanted[name] for alias, name in state.aliases.items() if name in wanted}
         stored = _stored(source, state.aliases)
         found = misfits(wanted, {name: source.entry(stored.get(name, name)) for name in wanted})
         known = {*wanted, *state.values, *(f"{self._prefix}{name}" for name in self.elsewhere)}
+        # A saved value may hold other tensors than the present one; they belong to it all the same.
         known |= {inner for name in state.values for inner in tensor_names(source.index.values.get(name))}
         names = (*source.index.tensors, *source.index.aliases)
         saved = [name for name in names if name.startswith(self._prefix) and name not in known]
@@ -100,16 +102,16 @@ class ModelTensors(StateTaker):
 
     def twins(self, source: StateSource) -> list[tuple[str, str]]:
         """Returns the names of tied parameters that are two tensors in the saved state."""
-        pairs = [(alias, name) for alias, name in self._aliases().items()]
-        entries = [(source.entry(alias), source.entry(name)) for alias, name in pairs]
         return [
-            pair
-            for pair, (one, other) in zip(pairs, entries, strict=True)
-            if one is not None and other is not None and one is not other and one.shape == other.shape
+            (alias, name)
+            for alias, name in self._aliases().items()
+            if (one := source.entry(alias)) is not None
+            and (other := source.entry(name)) is not None
+            and (one is not other and one.shape == other.shape)
         ]
 
     def wanted(self, source: StateSource) -> Wanted:
-        """Returns the module's own memory, and what its extra state needs."""
+        """Returns the module's own memory, and memory for the tensors of its extra state."""
         found = Wanted()
         stored = _stored(source, self._aliases())
         layouts = layouts_of(self.module)
@@ -124,7 +126,7 @@ class ModelTensors(StateTaker):
         return found
 
     def put(self, source: StateSource, wanted: Wanted) -> None:
-        """Gives the module its extra state, and runs the hooks that it has for loading."""
+        """Loads the extra state into the module, and runs its hooks for loading; the tensors are already filled."""
         extra: dict[str, Any] = {}
         for name, value in self.module.state_dict().items():
             full = f"{self._prefix}{name}"
@@ -149,16 +151,18 @@ def module_items(module: nn.Module, axes: Axes, wrapped: bool = True) -> Iterato
     layouts = layouts_of(module)
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor):
-            parameter, layout = parameters.get(name), layouts.get(name)
+            parameter = parameters.get(name)
+            layout = layouts.get(name)
             holders = holders_of(axes, value, layout, expert=parameter is not None and is_expert(parameter))
+            # Copies of buffers differ (the statistics of batch norm), so halves of two copies would make no whole.
             alone = parameter is None or not wrapped
             yield Item(name, whole_shape(value, layout), held_boxes(value, layout), holders, alone)
 
 
 def _stored(source: StateSource, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Returns, of names that the checkpoint lacks, another name of the same tied parameter that it has.
+    """Returns, for names missing in the checkpoint, another name there of the same tied parameter.
 
-    Files of transformers have a tied weight under one name, and nothing says that there was another.
+    Files of transformers have a tied weight under one name, without a note of the others.
     """
     names: dict[str, list[str]] = {}
     for alias, first in aliases.items():

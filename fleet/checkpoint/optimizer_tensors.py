@@ -2,9 +2,9 @@
 
 [Note: Names of an optimizer's state]
 ``KEY/weight/exp_avg`` is the state ``exp_avg`` of the parameter ``weight`` of a module that is saved or wrapped beside
-the optimizer; what is no tensor stands in the values under the same names. The parameter groups are the value
-``KEY/groups@STAGE``: their settings, and the names of their parameters on that stage of a pipeline, or of the workers
-with the same experts. What a strategy adds to the state (the loss scale of amp) is the value ``KEY/+NAME``.
+the optimizer; state other than tensors stands in the values under the same names. The parameter groups are the value
+``KEY/groups@STAGE``: their settings, and the names of their parameters on that stage of a pipeline, or on the workers
+with the same experts. Additions of a strategy to the state (the loss scale of amp) are the value ``KEY/+NAME``.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.checkpoint.boxes import HeldBox, held_boxes, holders_of, whole_shape
+from fleet.checkpoint.index import merged_groups
 from fleet.checkpoint.items import Item, StateSource, Wanted
-from fleet.checkpoint.state_taker import Description, StateTaker
+from fleet.checkpoint.state_adapter import Description, StateAdapter
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
 from fleet.job.axes import Axes
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layout_of
-from fleet.strategies._shared.parts import PART, is_part, local
+from fleet.strategies._shared.parts import PART, is_part, local, rows_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
-_NAMED = "#state"  # what an optimizer keeps in its state under a name of its own, for no parameter
+_NAMED = "#state"  # the value for entries of the state that belong to no parameter
 
 
-class OptimizerTensors(StateTaker):
+class OptimizerTensors(StateAdapter):
     """Describes and loads the state of one optimizer.
 
     Args:
         key: its name in the checkpoint.
         optimizer: a plain or a distributed one.
-        names: of the parameters.
+        names: the names of the parameters.
         axes: the place of this worker.
-        own: the rank, where each worker keeps a state of its own; ``None`` elsewhere.
-        homes: of each parameter the key of its module, empty for one that is not among the objects, and its name there.
+        own: this worker's rank where every worker saves its state separately; ``None`` elsewhere.
+        homes: the key of each parameter's module (empty if that is not among the objects), and its name there.
 
     Attributes:
         parameters: in the order of the groups.
-        names: of the parameters; that of one in no module begins with ``#``.
+        names: the names of the parameters; a parameter in no module gets a name that begins with ``#``.
         partitioned: the wrapper inside, where each worker of a sharding group keeps the state of some parameters.
     """
 
@@ -54,7 +55,10 @@ class OptimizerTensors(StateTaker):
         self, key: str, optimizer: Optimizer, names: Mapping[Tensor, str], axes: Axes, own: int | None = None,
         homes: Mapping[Tensor, tuple[str, str]] | None = None,
     ) -> None:  # fmt: skip
-        self.key, self.optimizer, self._axes, self._own = key, optimizer, axes, own
+        self.key = key
+        self.optimizer = optimizer
+        self._axes = axes
+        self._own = own
         self._prefix = key if own is None else f"@{own}/{key}"
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
@@ -69,11 +73,12 @@ class OptimizerTensors(StateTaker):
 
     def _state(self) -> dict[str, Any]:
         """Returns the state as this worker has it."""
+        # Not FleetOptimizer.state_dict(), which warns of parts and marks them.
         if isinstance(self.optimizer, OptimizerWrapper):
             return OptimizerWrapper.state_dict(self.optimizer)
         return self.optimizer.state_dict()
 
-    def take(self) -> Description:
+    def describe(self) -> Description:
         """Returns the state."""
         state = self._state()
         items: list[Item] = []
@@ -83,7 +88,8 @@ class OptimizerTensors(StateTaker):
                 items.append(self.item(full, value, place))
             else:
                 values[full] = self._encoded(full, value, items, self.parameters[place])
-        along = ("pp", "ep") if self._axes.experts else ("pp",)  # the names differ along these
+        # Groups list their parameters by name, and along these axes the workers have parameters of other names.
+        along = ("pp", "ep") if self._axes.experts else ("pp",)
         stage = 0 if self._own is not None else self._axes.rank(*along)
         values[f"{self._prefix}/groups@{stage}"] = self._groups(state, items)
         if named := {key: value for key, value in state["state"].items() if not isinstance(key, int)}:
@@ -94,7 +100,7 @@ class OptimizerTensors(StateTaker):
         return Description(items, values=values)
 
     def entries(self, state: Mapping[str, Any]) -> Iterator[tuple[int, str, str, Any]]:
-        """Yields what ``state`` holds for parameters: place, key, name of the entry, and value."""
+        """Yields the entries of ``state`` for parameters: place, key, name of the entry, and value."""
         for place, name in enumerate(self.names):
             for key, value in state["state"].get(place, {}).items():
                 yield place, key, f"{self._prefix}/{name}/{key}", value
@@ -123,7 +129,8 @@ class OptimizerTensors(StateTaker):
         return found
 
     def _whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        return tuple(local(parameter).shape) if self._own is not None else whole_shape(parameter, layout_of(parameter))
+        is_own = self._own is not None
+        return tuple(local(rows_of(parameter)).shape) if is_own else whole_shape(parameter, layout_of(parameter))
 
     def item(self, name: str, value: Tensor, place: int) -> Item:
         """Returns the tensor ``value``, a part of the state of the parameter at ``place``.
@@ -148,7 +155,7 @@ class OptimizerTensors(StateTaker):
         return Item(name, shape, held_boxes(value, layout), holders)
 
     def _plain_item(self, name: str, value: Tensor, parameter: Tensor | None = None) -> Item:
-        """Returns a tensor that no parameter divides; with ``parameter``, one that only its holders have."""
+        """Returns an undivided tensor, held by all workers or, with ``parameter``, by its holders."""
         own = local(value).detach()
         holders = self._axes.ranks(*self._axes.degrees)
         if self._own is not None:
@@ -160,8 +167,9 @@ class OptimizerTensors(StateTaker):
 
     def check(self, source: StateSource) -> list[str]:
         """Returns why the checkpoint does not fit the optimizer; an empty list where it does. Nothing is changed."""
-        saved = self._saved_groups(source)
+        saved = saved_groups(source, self._prefix)
         found = []
+        # Both replace self.names by the saved names, which everything below, and the load, goes by.
         self._match_by_place(saved)
         self._match_by_module(saved)
         if len(saved) != len(self.optimizer.param_groups):
@@ -170,10 +178,11 @@ class OptimizerTensors(StateTaker):
                 f"{len(self.optimizer.param_groups)}"
             ]
         for number, (mine, other) in enumerate(zip(self.group_names(), saved, strict=True)):
-            known, here = set(other["params"]), set(mine)
+            known = set(other["params"])
             missing = [name for name in mine if name not in known]
+            # The saved groups are whole; this worker's lack the parameters of other stages and experts.
             elsewhere = self._axes.size("pp") > 1 or bool(self._axes.experts)
-            gone = [] if elsewhere else [name for name in other["params"] if name not in here]
+            gone = [] if elsewhere else [name for name in other["params"] if name not in set(mine)]
             if missing or gone:
                 found.append(
                     f"{self.key!r}: group {number} has {missing[:4]!r}, which the saved one lacks"
@@ -193,7 +202,7 @@ class OptimizerTensors(StateTaker):
         return found
 
     def wanted(self, source: StateSource) -> Wanted:
-        """Returns the memory of the state that this worker keeps, and new memory where it has none of the form."""
+        """Returns the memory of this worker's state, and new memory where the present state has another form."""
         found = Wanted()
         own = self._state()["state"]
         used: set[int] = set()
@@ -203,10 +212,10 @@ class OptimizerTensors(StateTaker):
             if full in source.index.values:
                 found.add_inside(source, value)
             else:
-                parameter, present = self.parameters[place], own.get(place, {}).get(key)
-                value = self._memory(source, full, parameter, present, used, found)
+                present = own.get(place, {}).get(key)
+                value = self._memory(source, full, self.parameters[place], present, used, found)
             self._entries.setdefault(place, {})[key] = value
-        for group in self._saved_groups(source):
+        for group in saved_groups(source, self._prefix):
             found.add_inside(source, group["settings"])
         for name, value in source.index.values.items():
             if name.startswith((f"{self._prefix}/+", f"{self._prefix}/{_NAMED}")):
@@ -215,7 +224,9 @@ class OptimizerTensors(StateTaker):
 
     def _needed(self, source: StateSource) -> Iterator[tuple[int, str, str]]:
         """Yields the state that this worker keeps: place of the parameter, key, and name in the checkpoint."""
-        order = list(dict.fromkeys(key for group in self._saved_groups(source) for key in group.get("keys", ())))
+        groups = saved_groups(source, self._prefix)
+        order = list(dict.fromkeys(key for group in groups for key in group["keys"]))
+        # Tensors and values of a state lie apart in the index; the groups keep the order that the optimizer gave them.
         for place, name in enumerate(self.names):
             if self.partitioned is None or self.partitioned.owns(self.parameters[place]):
                 keys = self._keys(source, name)
@@ -225,30 +236,32 @@ class OptimizerTensors(StateTaker):
     def _memory(
         self, source: StateSource, full: str, parameter: Tensor, present: Any, used: set[int], wanted: Wanted
     ) -> Tensor:  # fmt: skip
-        """Returns what the saved tensor ``full``, or this worker's part of it, is filled into.
+        """Returns the tensor to fill with the saved tensor ``full``, or with this worker's part of it.
 
-        That is the memory of ``present``, the state that it replaces, where that has its form: a second copy of the
-        state would not fit beside a large one. ``used`` has the addresses that are wanted so far.
+        It has the memory of ``present``, the state that it replaces, where that has its form: a second copy of a large
+        state would not fit beside it. ``used`` has the addresses that are wanted so far.
         """
         entry = source.known(full)
         layout = layout_of(parameter)
+        parameter = rows_of(parameter)
         dtype = getattr(torch, entry.dtype)
         device = local(parameter).device if entry.shape else torch.device("cpu")
         is_cut = self._own is None and bool(entry.shape) and entry.shape == whole_shape(parameter, layout)
         if not is_cut:
-            made = wanted.add_whole(source, full, device)
-            is_own_part = self._own is not None and made.shape == local(parameter).shape
-            return _like(parameter, made) if is_own_part else made
+            whole = wanted.add_whole(source, full, device)
+            is_own_part = self._own is not None and whole.shape == local(parameter).shape
+            return _like(parameter, whole) if is_own_part else whole
+        # Two entries that share memory now may differ in the checkpoint, so only the first of them keeps it.
         if _is_like(present, parameter, dtype, device) and local(present).data_ptr() not in used:
             used.add(local(present).data_ptr())
-            made = cast(Tensor, present)
+            target = cast(Tensor, present)
         else:
-            made = _like(parameter, torch.empty(local(parameter).shape, dtype=dtype, device=device))
-        wanted.add(full, held_boxes(made, layout))
-        return made
+            target = _like(parameter, torch.empty(local(parameter).shape, dtype=dtype, device=device))
+        wanted.add(full, held_boxes(target, layout))
+        return target
 
     def put(self, source: StateSource, wanted: Wanted) -> None:
-        """Gives the optimizer the saved state."""
+        """Loads the saved state into the optimizer; its tensors are already filled."""
         own = self._state()
         values = source.index.values
         entries: dict[Any, dict[str, Any]] = {}
@@ -259,7 +272,7 @@ class OptimizerTensors(StateTaker):
         if (named := values.get(f"{self._prefix}/{_NAMED}")) is not None:
             entries |= decode(named, wanted.tensor)
         groups = []
-        for group, saved in zip(own["param_groups"], self._saved_groups(source), strict=True):
+        for group, saved in zip(own["param_groups"], saved_groups(source, self._prefix), strict=True):
             settings = decode(saved["settings"], wanted.tensor)
             groups.append({**group, **settings, "params": group["params"]})
         extras = {
@@ -267,6 +280,7 @@ class OptimizerTensors(StateTaker):
             for key in own
             if f"{self._prefix}/+{key}" in values
         }
+        # Additions of strategies that the checkpoint lacks stay as they are, such as the loss scale of a first amp run.
         kept = {key: value for key, value in own.items() if key not in ("state", "param_groups", *extras)}
         state = {**kept, **extras, "state": entries, "param_groups": groups}
         if isinstance(self.optimizer, OptimizerWrapper):
@@ -275,7 +289,7 @@ class OptimizerTensors(StateTaker):
             self.optimizer.load_state_dict(state)
 
     def _match_by_place(self, saved: list[dict[str, Any]]) -> None:
-        """Takes the saved names, in order, where parameters here or there belong to no module that has names."""
+        """Adopts the saved names by their order where parameters, here or there, belong to no module."""
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         named = [name for group in saved for name in group["params"]]
         unnamed = any(name.startswith("#") for name in (*named, *self.names))
@@ -283,7 +297,7 @@ class OptimizerTensors(StateTaker):
             self.names = named
 
     def _match_by_module(self, saved: list[dict[str, Any]]) -> None:
-        """Takes the saved names of parameters whose name several modules have.
+        """Adopts the saved names of parameters whose name occurs in several modules.
 
         The first module of a save has the plain names and the others their key before it, and the objects of a load may
         come in another order, or be fewer.
@@ -292,7 +306,8 @@ class OptimizerTensors(StateTaker):
         for name in (name for group in saved for name in group["params"]):
             like.setdefault(name.rpartition(":")[2], []).append(name)
         claimed: set[str] = set()
-        for is_given in (True, False):  # what belongs to a module among the objects is certain
+        # Modules among the objects have certain names (their key comes first), so they choose before the others.
+        for is_given in (True, False):
             for place, (key, bare) in enumerate(self._homes):
                 if not bare or bool(key) != is_given:
                     continue
@@ -310,9 +325,6 @@ class OptimizerTensors(StateTaker):
         """Returns the names of the saved state of the parameter ``name``, in order."""
         return source.below(f"{self._prefix}/{name}")
 
-    def _saved_groups(self, source: StateSource) -> list[dict[str, Any]]:
-        return saved_groups(source, self._prefix)
-
 
 def _like(parameter: Tensor, own: Tensor) -> Tensor:
     """Returns ``own``, numbers of this worker, laid out as ``parameter`` is."""
@@ -327,7 +339,7 @@ def _like(parameter: Tensor, own: Tensor) -> Tensor:
 
 
 def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether the tensor ``present`` has memory of its own for numbers like those of ``parameter``."""
+    """Returns whether ``present`` is a tensor laid out as ``parameter``, with writable memory for its numbers."""
     if not isinstance(present, Tensor) or is_part(present) != is_part(parameter):
         return False
     if is_part(present) and getattr(present, "placements", ()) != getattr(parameter, "placements", ()):
@@ -339,19 +351,7 @@ def _is_like(present: Any, parameter: Tensor, dtype: torch.dtype, device: torch.
 
 def saved_groups(source: StateSource, key: str) -> list[dict[str, Any]]:
     """Returns the saved parameter groups of the optimizer ``key``, each with the names of all stages."""
-    found: list[dict[str, Any]] = []
     begin = f"{key}/groups@"
     stages = [name for name in source.index.values if name.startswith(begin)]
-    for name in sorted(stages, key=lambda name: int(name.removeprefix(begin))):
-        for number, group in enumerate(source.index.values[name]):
-            if number == len(found):
-                found.append({**group, "params": [], "shapes": [], "keys": []})
-            one = found[number]
-            known = set(one["params"])
-            shapes = group.get("shapes") or [None] * len(group["params"])  # a converted one has none
-            for parameter, shape in zip(group["params"], shapes, strict=True):
-                if parameter not in known:
-                    one["params"].append(parameter)
-                    one["shapes"].append(shape)
-            one["keys"] += [name for name in group.get("keys", ()) if name not in one["keys"]]
-    return found
+    stages.sort(key=lambda name: int(name.removeprefix(begin)))
+    return merged_groups(source.index.values[name] for name in stages)

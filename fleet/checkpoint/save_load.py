@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import time
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fleet.checkpoint.storage import replaced
+from fleet.common.plain_files import own_target, remove_stale, replacing
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.archive import check_archive
 from fleet.strategies._shared.parts import has_parts, marked_part
 
-_STALE_AFTER_S = 3600.0  # a temporary file unwritten for this long belongs to a process that died
 _CHUNK_BYTES = 1 << 20
 _CONTENTS = "tensors, numbers, texts, lists and dictionaries: model.state_dict(), optimizer.state_dict(), an epoch"
 
@@ -58,15 +55,14 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             "save(): the state holds DTensors, of which this worker has only a shard. Call full_state_dict() on every "
             "worker and save its result on one; or save the result of local_state_dict() on each, to separate files."
         )
-    target = Path(os.path.realpath(target))  # a link stays a link
     try:
+        target = Path(own_target(target))  # a link stays a link
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(target)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-        with replaced(target, temporary) as file:
+        remove_stale(target)
+        with replacing(target) as file:
             _write(obj, file)
             file.flush()
-            _check_readable(temporary)
+            _check_readable(Path(file.name))
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -96,8 +92,9 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", check_sums: bo
         raise CheckpointError(f"load(path={str(path)!r}): {what}.{_paddle_model_in(target)}")
     try:
         check_archive(target, f"load(path={str(path)!r})")
-        if check_sums:
-            _compare_sums(target)
+        if check_sums and zipfile.is_zipfile(target):  # other formats have no sums
+            for _ in verified_parts(target):
+                pass
         return torch.load(target, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
@@ -137,12 +134,14 @@ def known_entries(state_dict: Mapping[str, Any], known: Iterable[str]) -> dict[s
     return {name: value for name, value in state_dict.items() if name in names}
 
 
-def _compare_sums(target: Path) -> None:
-    """Raises BadZipFile when a part of the file does not match its checksum; other formats have none."""
-    if not zipfile.is_zipfile(target):
-        return
-    with zipfile.ZipFile(target) as archive:
+def verified_parts(path: Path) -> Iterator[str]:
+    """Reads the parts of an archive of ``torch.save`` and yields the name of each before it is read.
+
+    Raises BadZipFile when a part does not match its checksum, which ``torch.load`` does not compare.
+    """
+    with zipfile.ZipFile(path) as archive:
         for part in archive.infolist():
+            yield part.filename
             with archive.open(part) as file:
                 while file.read(_CHUNK_BYTES):
                     pass
@@ -159,7 +158,7 @@ def _write(obj: Any, file: Any) -> None:
         torch.save(obj, file)
     except OSError:
         raise
-    except Exception as error:  # whatever the object's own __reduce__ raises
+    except Exception as error:  # an object's own __reduce__ may raise anything
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise ConfigError(f"save(): {type(obj).__name__} cannot be written: {error}. Save {_CONTENTS}.") from error
@@ -184,16 +183,3 @@ def _reason(call: str, error: Exception) -> str:
         return f"{call}: it holds more than plain data ({text.splitlines()[0][:200]}). A checkpoint holds {_CONTENTS}."
     detail = text.splitlines()[0][:200] if text else type(error).__name__
     return f"{call}: the file is truncated or damaged ({detail}). Use an earlier checkpoint."
-
-
-def _remove_stale(target: Path) -> None:
-    for path in target.parent.glob(f".{_escaped(target.name)}.*.tmp"):
-        try:
-            if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
-                path.unlink()
-        except FileNotFoundError:
-            continue
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

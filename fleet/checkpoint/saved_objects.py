@@ -1,4 +1,4 @@
-"""Objects: what a script gives to save() and load(), and what takes or loads the state of each."""
+"""Objects: the entries that a script gives to save() and load(), and the adapter of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet.checkpoint.boxes import HeldBox
 from fleet.checkpoint.items import Item, StateSource, Wanted, raw_bytes
 from fleet.checkpoint.model_tensors import ModelTensors
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.state_taker import Description, StateTaker
+from fleet.checkpoint.state_adapter import Description, StateAdapter
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import Axes
@@ -24,27 +24,30 @@ from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.training.fleet_model import FleetModel
 
 
-class ObjectState(StateTaker):
-    """Takes and loads what has ``state_dict`` and ``load_state_dict``, or is a value.
+class ObjectState(StateAdapter):
+    """Describes and loads an object with ``state_dict`` and ``load_state_dict``, or a plain value.
 
-    Where all workers have the same, worker 0 writes it; where they differ, each writes its own.
+    Worker 0 writes a state that is the same on all workers; otherwise each writes its own.
 
     Args:
         key: its name in the checkpoint.
-        found: the object.
+        object_: the object or the value.
         axes: the place of this worker.
-        rank: of this worker in the job.
+        rank: rank of this worker in the job.
         world_size: number of workers in the job.
     """
 
-    def __init__(self, key: str, found: Any, axes: Axes, rank: int, world_size: int) -> None:
-        self.key, self._found, self._rank, self._world_size = key, found, rank, world_size
+    def __init__(self, key: str, object_: Any, axes: Axes, rank: int, world_size: int) -> None:
+        self.key = key
+        self._object = object_
+        self._rank = rank
+        self._world_size = world_size
         self.differs = False  # set once the workers have compared their digests
-        self.kind = "state" if hasattr(found, "state_dict") and hasattr(found, "load_state_dict") else "value"
-        self.class_name = type(found).__name__
+        self.kind = "state" if hasattr(object_, "state_dict") and hasattr(object_, "load_state_dict") else "value"
+        self.class_name = type(object_).__name__
         self._holders = axes.ranks(*axes.degrees)
 
-    def take(self) -> Description:
+    def describe(self) -> Description:
         """Returns the state or the value."""
         name = f"@{self._rank}/{self.key}" if self.differs else self.key
         tensors: dict[str, Tensor] = {}
@@ -57,7 +60,7 @@ class ObjectState(StateTaker):
         return Description(items, values=values)
 
     def _state(self) -> Any:
-        return self._found.state_dict() if self.kind == "state" else self._found
+        return self._object.state_dict() if self.kind == "state" else self._object
 
     def digest(self) -> int:
         """Returns a number that is the same on workers whose states are the same."""
@@ -72,7 +75,7 @@ class ObjectState(StateTaker):
         return self.key if self.key in source.index.values else f"@{self._rank}/{self.key}"
 
     def check(self, source: StateSource) -> list[str]:
-        """Returns why this worker has no saved state; what an object's own loading refuses, it says itself."""
+        """Returns why this worker has no saved state; the object's own ``load_state_dict`` refuses the rest."""
         saved = source.index.job.get("world_size", 1)
         now = self._world_size
         if self._saved_as(source) in source.index.values and (self.key in source.index.values or saved == now):
@@ -88,25 +91,25 @@ class ObjectState(StateTaker):
         return found
 
     def put(self, source: StateSource, wanted: Wanted) -> Any:
-        """Loads the state into the object; returns a value."""
+        """Loads the state into the object and returns the object; returns a plain value."""
         value = decode(source.index.values[self._saved_as(source)], wanted.tensor)
         if self.kind == "value":
             return value
-        self._found.load_state_dict(value)
-        return self._found
+        self._object.load_state_dict(value)
+        return self._object
 
 
-def takers_of(
+def adapters_of(
     objects: Mapping[str, Any], job: Job | None, axes: Axes, call: str, own: bool | None = None
-) -> list[StateTaker]:
-    """Returns what takes or loads the state of each of ``objects``, modules first.
+) -> list[StateAdapter]:
+    """Returns the adapters of ``objects``, modules first.
 
     Args:
         objects: by key, as the script gave them.
         job: the job; ``None`` before ``fleet.init``.
         axes: the place of this worker.
         call: the function that errors name.
-        own: whether each worker has a state of its own; ``None`` asks the optimizers.
+        own: whether every worker saves its state separately; ``None`` asks the optimizers.
 
     Raises:
         ConfigError: ``objects`` is no dictionary by texts, or is empty.
@@ -119,46 +122,44 @@ def takers_of(
     for key in objects:
         if not isinstance(key, str) or not key or set(key) & set("/@#+"):
             raise ConfigError(f"{call}: the key {key!r}: a key is a text without '/', '@', '#' and '+'.")
-    modules = {key: _model(found, job) for key, found in objects.items() if isinstance(found, nn.Module)}
-    chains = {key: _chain(found, job) for key, found in objects.items() if isinstance(found, Optimizer)}
+    models = [] if job is None else job.models
+    modules = {key: _model(given, models) for key, given in objects.items() if isinstance(given, nn.Module)}
+    chains = {key: _chain(given, job) for key, given in objects.items() if isinstance(given, Optimizer)}
     has_own = own_state_of(chains.values(), job) if own is None else own
     rank, world = (0, 1) if job is None else (job.global_rank, job.world_size)
     mine = rank if has_own and world > 1 else None
-    wrapped = [] if job is None else [model.module for model in job.models]
-    found: list[Any] = []
+    adapters: list[StateAdapter] = []
     names: dict[Tensor, str] = {}
     homes: dict[Tensor, tuple[str, str]] = {}
     for key, model in modules.items():
         inner = model.module if isinstance(model, FleetModel) else model
         elsewhere = model._elsewhere if isinstance(model, FleetModel) else ()
-        taker = ModelTensors(key, inner, axes, any(inner is one for one in wrapped), mine, elsewhere)
-        found.append(taker)
-        _add_names(names, taker.parameter_names(), key)
-        homes = {p: (key, name) for p, name in taker.parameter_names().items()} | homes
-    for number, model in enumerate([] if job is None else job.models):
-        _add_names(names, {p: name for name, p in model.named_parameters()}, f"{number}")
-        homes = {p: ("", name) for name, p in model.named_parameters()} | homes
-    found += [OptimizerTensors(key, chain, names, axes, mine, homes) for key, chain in chains.items()]
-    found += [
-        ObjectState(key, one, axes, rank, world)
-        for key, one in objects.items()
-        if key not in modules and key not in chains
-    ]
-    return found
+        adapter = ModelTensors(key, inner, axes, any(inner is one.module for one in models), mine, elsewhere)
+        adapters.append(adapter)
+        _add_names(names, homes, adapter.parameter_names(), key, key)
+    # An optimizer may be saved without its module: then the models of the job name its parameters.
+    for number, model in enumerate(models):
+        _add_names(names, homes, {p: name for name, p in model.named_parameters()}, f"{number}", "")
+    adapters += [OptimizerTensors(key, chain, names, axes, mine, homes) for key, chain in chains.items()]
+    others = {key: one for key, one in objects.items() if key not in modules and key not in chains}
+    return adapters + [ObjectState(key, one, axes, rank, world) for key, one in others.items()]
 
 
-def _add_names(names: dict[Tensor, str], added: Mapping[Tensor, str], prefix: str) -> None:
-    """Gives the parameters of one more module names; those that another module's has taken begin with ``prefix``."""
-    taken = set(names.values())
+def _add_names(
+    names: dict[Tensor, str], homes: dict[Tensor, tuple[str, str]], added: Mapping[Tensor, str], prefix: str, home: str
+) -> None:
+    """Adds names and homes of one more module's parameters; a name already in use gets ``prefix`` before it."""
+    used = set(names.values())
     for parameter, name in added.items():
+        homes.setdefault(parameter, (home, name))
         if parameter not in names:
-            names[parameter] = f"{prefix}:{name}" if name in taken else name
+            names[parameter] = f"{prefix}:{name}" if name in used else name
 
 
 def own_state_of(optimizers: Iterable[Optimizer], job: Job | None) -> bool:
     """Returns whether a strategy keeps a state on this worker that other workers do not have.
 
-    With one worker that is an open window of gradient_merge, which more workers cannot share.
+    A single worker has such a state in an open window of gradient_merge, which more workers cannot share.
     """
     if job is not None and job.world_size > 1:
         return any(bool(getattr(optimizer, "has_own_state", False)) for optimizer in optimizers)
@@ -167,25 +168,18 @@ def own_state_of(optimizers: Iterable[Optimizer], job: Job | None) -> bool:
 
 
 def warn_of_waiting(optimizers: Iterable[Optimizer]) -> None:
-    """Warns of batches that wait for their update and that the checkpoint lacks."""
+    """Warns of batches that wait for their update, which the checkpoint lacks."""
     for optimizer in optimizers:
         note = optimizer.saving_note() if isinstance(optimizer, OptimizerWrapper) else None
         if note is not None and not cast(OptimizerWrapper, optimizer).has_own_state:
             warnings.warn(note, OptionWarning, stacklevel=5)
 
 
-def _model(found: nn.Module, job: Job | None) -> nn.Module:
-    for model in [] if job is None else job.models:
-        if model.module is found:
-            wrapped: nn.Module = model
-            return wrapped
-    return found
+def _model(given: nn.Module, models: Iterable[Any]) -> nn.Module:
+    """Returns the distributed model around ``given``, or ``given``."""
+    return next((model for model in models if model.module is given), given)
 
 
-def _chain(found: Optimizer, job: Job | None) -> Optimizer:
-    """Returns the distributed optimizer around ``found``, if there is one."""
-    for wrapped in [] if job is None else job.optimizers:
-        if wrapped.user_optimizer is found:
-            chain: Optimizer = wrapped
-            return chain
-    return found
+def _chain(given: Optimizer, job: Job | None) -> Optimizer:
+    """Returns the distributed optimizer around ``given``, or ``given``."""
+    return next((one for one in ([] if job is None else job.optimizers) if one.user_optimizer is given), given)

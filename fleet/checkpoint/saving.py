@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fleet._log import LOGGER
-from fleet._version import __version__
 from fleet.checkpoint.commit import Share, check_target, leave_error, raise_here, write_share
-from fleet.checkpoint.data_files import FileBlock, block_of, in_file_order
-from fleet.checkpoint.index import OBJECTS, Index, Piece, TensorEntry
+from fleet.checkpoint.data_files import FileBlock, add_block, block_of, file_order
+from fleet.checkpoint.index import OBJECTS, Index
 from fleet.checkpoint.items import Item, copy_into, raw_bytes, written_by
 from fleet.checkpoint.optimizer_tensors import OptimizerTensors
-from fleet.checkpoint.saved_objects import ObjectState, own_state_of, takers_of, warn_of_waiting
-from fleet.checkpoint.state_taker import StateTaker
+from fleet.checkpoint.saved_objects import ObjectState, adapters_of, own_state_of, warn_of_waiting
+from fleet.checkpoint.state_adapter import StateAdapter
 from fleet.checkpoint.storage import Folder, LocalFolder, RemoteFolder, explained, open_folder
 from fleet.checkpoint.to_group import StateGroup
 from fleet.checkpoint.writer import own_writer
+from fleet.common.log import LOGGER
+from fleet.common.version import __version__
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.axes import Axes
 from fleet.job.job import Job
@@ -44,85 +44,92 @@ def save(path: str | os.PathLike[str], objects: Mapping[str, Any], *, asynchrono
     there before stands. :func:`load` reads it on any mesh.
 
     Args:
-        path: a folder of its own, which all workers share, or an address such as ``s3://bucket/run`` (extra
-            ``remote``). A checkpoint that is there already is replaced.
+        path: a new or empty folder that all workers share, or an address such as ``s3://bucket/run`` (extra
+            ``remote``). A present checkpoint is replaced.
         objects: modules, optimizers, anything with ``state_dict`` and ``load_state_dict``, and plain values (numbers,
-            texts, tensors, lists, dictionaries), by key. Of the last two kinds, each worker's is saved where they
-            differ, and only as many workers can load it then. Of a module that the job did not wrap, and of buffers,
-            worker 0's are saved.
+            texts, tensors, lists, dictionaries), by key. Where the last two kinds differ between workers, each worker's
+            is saved, and only as many workers can load them. Of buffers, and of a module that the job did not wrap,
+            worker 0's values are saved.
         asynchronous: return once the state was copied to host memory; a process beside this one writes it. The next
             save waits for it. An error is raised by the next step of a distributed optimizer, by the next call of this
             module, or at exit, with exit status 1.
 
     Raises:
         ConfigError: the arguments differ between workers, or hold something that a file without code cannot.
-        CheckpointError: it could not be written, on whichever worker; raised on every worker. With ``asynchronous``,
-            the save before it could not be written.
+        CheckpointError: some worker could not write its share; raised on every worker. With ``asynchronous``, the save
+            before it could not be written.
 
     Example:
         >>> fleet.checkpoint.save("checkpoint", {"model": model, "optimizer": optimizer, "epoch": 3})
     """
     call = "fleet.checkpoint.save()"
     job = running_job()
-    folder = _checked(path, asynchronous, job, call)
+    if not isinstance(asynchronous, bool):
+        raise ConfigError(f"{call}: asynchronous={asynchronous!r}; it is True or False.")
+    folder = check_call(path, job, call)
     if job is not None:
-        job.beat(pause=True)
-    taken, token = _settled(folder, objects, job, call)
+        job.beat(pause=True)  # the launcher must not take a long write for a hang
+    pending, token = _settled(folder, objects, job, call)
     try:
+        # A store in the memory of this process is out of reach for the writer's process.
         if asynchronous and not getattr(folder, "is_of_this_process", False):
-            taken.start(folder, token)
+            pending.start(folder, token)
             if job is not None and job.listeners.find(_EarlierSave) is None:
                 job.listeners.add(_EarlierSave())
             return
-        taken.write(folder, token, agree=partial(_raise_on_all, job))
+        pending.write(folder, token, agree=partial(_raise_on_all, job))
     finally:
         if job is not None:
             job.beat()
 
 
 class _EarlierSave(Listener):
-    """Raises after a step where a save that was written meanwhile has failed."""
+    """Reports the error of an asynchronous save after the next step."""
 
     def after_step(self, step: int) -> None:
-        """Raises CheckpointError where the last save has failed."""
-        raise_failed()
+        """Raises CheckpointError where the last save has failed; does not wait for one under way."""
+        if error := own_writer().failed():
+            raise CheckpointError(error)
 
 
-def _settled(folder: Any, objects: Mapping[str, Any], job: Job | None, call: str) -> tuple[Taken, str]:
-    """Returns what this worker writes, and the token of the save, once all workers agree; a collective call.
+def _settled(folder: Any, objects: Mapping[str, Any], job: Job | None, call: str) -> tuple[PendingShare, str]:
+    """Returns this worker's share and the token of the save, once all workers agree; a collective call.
 
     Raises ConfigError, CheckpointError on every worker when one of them cannot save.
     """
     problem = ""
-    takers: list[StateTaker] = []
-    taken: Taken | None = None
+    adapters: list[StateAdapter] = []
+    pending: PendingShare | None = None
     token = secrets.token_hex(6)
     try:
         if (error := own_writer().finish()) != "":
             raise CheckpointError(f"the save before this one failed: {error}")
-        takers = takers_of(objects, job, axes_of(job), call)
-        taken = taken_by(takers, job)
+        adapters = adapters_of(objects, job, axes_of(job), call)
+        pending = pending_share(adapters, job)
         if _rank(job) == 0:
             check_target(folder)
             mark(folder, token)
     except FleetError as error:
+        # It goes into the report first: a worker that raised here would leave the others waiting in the exchange.
         problem = f"{type(error).__name__}: {error}"
         if job is None or job.world_size == 1:
             raise
-    states = [taker for taker in takers if isinstance(taker, ObjectState)]
-    digests = {taker.key: taker.digest() for taker in states} if world_size_of(job) > 1 and not problem else {}
+    # Digests tell whether workers differ without an exchange of the states.
+    states = [adapter for adapter in adapters if isinstance(adapter, ObjectState)]
+    digests = {adapter.key: adapter.digest() for adapter in states} if world_size_of(job) > 1 and not problem else {}
     report = {
         "path": folder.path, "token": token, "problem": problem, "step": steps_of(job), "digests": digests,
     }  # fmt: skip
     reports = agreed(job, report, call)
     token = reports[0]["token"]
     _check_shared(folder, token, job)
-    for taker in states:
-        taker.differs = len({other["digests"][taker.key] for other in reports}) > 1 if digests else False
-    if any(taker.differs for taker in states):
-        taken = taken_by(takers, job)
-    assert taken is not None
-    return taken, token
+    for adapter in states:
+        adapter.differs = len({other["digests"][adapter.key] for other in reports}) > 1 if digests else False
+    # A state that differs gets @RANK/ before its name, so the share is described once more.
+    if any(adapter.differs for adapter in states):
+        pending = pending_share(adapters, job)
+    assert pending is not None
+    return pending, token
 
 
 def wait() -> None:
@@ -131,12 +138,6 @@ def wait() -> None:
     Raises CheckpointError if it could not be written.
     """
     if error := own_writer().finish():
-        raise CheckpointError(error)
-
-
-def raise_failed() -> None:
-    """Raises CheckpointError if this worker's asynchronous save has failed meanwhile; does not wait."""
-    if error := own_writer().failed():
         raise CheckpointError(error)
 
 
@@ -160,18 +161,12 @@ def check_call(path: Any, job: Job | None, call: str) -> LocalFolder | RemoteFol
     return open_folder(path)
 
 
-def _checked(path: Any, asynchronous: Any, job: Job | None, call: str) -> LocalFolder | RemoteFolder:
-    if not isinstance(asynchronous, bool):
-        raise ConfigError(f"{call}: asynchronous={asynchronous!r}; it is True or False.")
-    return check_call(path, job, call)
-
-
 @dataclass(frozen=True)
-class Taken:
-    """What this worker writes of a checkpoint.
+class PendingShare:
+    """This worker's share of a checkpoint, before it is written.
 
     Attributes:
-        share: what it says of it, without a token.
+        share: the description of the share, without a token.
         written: the blocks of its file, and views of their numbers in the memory of the objects.
     """
 
@@ -187,14 +182,16 @@ class Taken:
         write_share(folder, replace(self.share, token=token), data, meet, LOGGER.warning, agree)
 
     def start(self, folder: Folder, token: str, hooks: str = "", arguments: dict[str, Any] | None = None) -> None:
-        """Copies it, and lets the writer of this process write the copy; see :meth:`Writer.start`.
+        """Copies the share, and lets the writer of this process write the copy; see :meth:`Writer.start`.
 
         Raises CheckpointError where the machine has no memory for the copy.
         """
-        share, writer = replace(self.share, token=token), own_writer()
+        share = replace(self.share, token=token)
+        writer = own_writer()
         try:
             buffer = writer.buffer(sum(block.num_bytes for block, _ in self.written))
             copy_into(buffer, self.written)
+            # Copies from a GPU may still be under way when the call returns, and the writer reads the buffer at once.
             if any(view.is_cuda for _, view in self.written):
                 torch.cuda.synchronize()
         except Exception as error:
@@ -203,19 +200,19 @@ class Taken:
         writer.start(folder.path, share, hooks, arguments)
 
 
-def taken_by(takers: Sequence[StateTaker], job: Job | None) -> Taken:
-    """Returns what this worker writes of the objects of ``takers``. Raises ConfigError, CheckpointError."""
+def pending_share(adapters: Sequence[StateAdapter], job: Job | None) -> PendingShare:
+    """Returns this worker's share of the objects of ``adapters``. Raises ConfigError, CheckpointError."""
     axes = axes_of(job)
     items: list[Item] = []
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for taker in takers:
-        state = taker.take()
+    for adapter in adapters:
+        state = adapter.describe()
         items += state.items
         aliases |= state.aliases
         values |= state.values
-    kinds = {taker.key: [taker.kind, taker.class_name] for taker in takers}
-    optimizers = [taker.optimizer for taker in takers if isinstance(taker, OptimizerTensors)]
+    kinds = {adapter.key: [adapter.kind, adapter.class_name] for adapter in adapters}
+    optimizers = [adapter.optimizer for adapter in adapters if isinstance(adapter, OptimizerTensors)]
     warn_of_waiting(optimizers)
     own = own_state_of(optimizers, job)
     saved_by = {
@@ -228,30 +225,30 @@ def taken_by(takers: Sequence[StateTaker], job: Job | None) -> Taken:
     written = written_by(items, _rank(job))
     values[OBJECTS] = kinds
     blocks = [block for block, _ in written]
-    return Taken(Share("", _rank(job), world_size_of(job), blocks, values, aliases, saved_by), written)
+    return PendingShare(Share("", _rank(job), world_size_of(job), blocks, values, aliases, saved_by), written)
 
 
-def gathered(taken: Taken | None, problem: str, group: StateGroup, call: str) -> Taken | None:
-    """Returns on the first worker of ``group``, for a folder that it alone sees, one share of what all workers write.
+def gathered(pending: PendingShare | None, problem: str, group: StateGroup, call: str) -> PendingShare | None:
+    """Returns the shares of all workers as one, on the first worker of ``group``, for a folder that it alone sees.
 
     A collective call; the other workers get ``None``. Block after block travels, so the first worker needs room for the
     whole state on the host and for one block.
 
     Args:
-        taken: what this worker writes; ``None`` where it has a ``problem``.
-        problem: why it cannot; empty elsewhere.
+        pending: this worker's share; ``None`` where it has a ``problem``.
+        problem: why there is no share; empty elsewhere.
         group: all workers, and a device on which they send tensors to one another.
         call: the function that errors name.
 
     Raises:
         CheckpointError: a worker has a problem, or two mean different tensors by one name; raised on every worker.
     """
-    blocks = [] if taken is None else [asdict(block) for block in taken.share.blocks]
-    rest = {} if taken is None else {name: getattr(taken.share, name) for name in ("values", "aliases", "job")}
+    blocks = [] if pending is None else [asdict(block) for block in pending.share.blocks]
+    rest = {} if pending is None else {name: getattr(pending.share, name) for name in ("values", "aliases", "job")}
     posts = group.post({"blocks": blocks, **rest}, CheckpointError(f"{call}: {problem}") if problem else None)
-    assert taken is not None
+    assert pending is not None
     index = Index.merged(_record_of(rank, post) for rank, post in zip(group.ranks, posts, strict=True))
-    views = iter(view for _, view in taken.written)
+    views = iter(view for _, view in pending.written)
     written: list[tuple[FileBlock, Tensor]] = []
     for rank, post in zip(group.ranks, posts, strict=True):
         for block in map(block_of, post["blocks"]):
@@ -260,28 +257,26 @@ def gathered(taken: Taken | None, problem: str, group: StateGroup, call: str) ->
                 written.append((block, sent))
     if group.rank != group.ranks[0]:
         return None
-    order = {id(block): place for place, block in enumerate(in_file_order(block for block, _ in written))}
-    written.sort(key=lambda pair: order[id(pair[0])])
+    written.sort(key=lambda pair: file_order(pair[0]))
     share = Share("", 0, 1, [block for block, _ in written], index.values, index.aliases, index.job)
-    return Taken(share, written)
+    return PendingShare(share, written)
 
 
 def _record_of(rank: int, post: dict[str, Any]) -> Index:
-    """Returns the record of a worker that has posted what it writes."""
+    """Returns the record of a worker from the ``post`` of its share; its rank stands for its file."""
     record = Index(values=post["values"], aliases=post["aliases"], job=post["job"])
     for block in map(block_of, post["blocks"]):
-        entry = record.tensors.setdefault(block.name, TensorEntry(block.dtype, block.shape))
-        entry.pieces.append(Piece(f"{rank}", 0, block.offsets, block.sizes))
+        add_block(record, block, f"{rank}", 0)
     return record
 
 
 def _own_options(values: Mapping[str, Any]) -> list[str]:
-    """Returns the options that have added their state to that of an optimizer."""
+    """Returns the options with an addition to an optimizer's state, except amp, whose scale is the same everywhere."""
     return sorted({name.rpartition("/+")[2] for name in values if "/+" in name} - {"amp"})
 
 
 def mark(folder: Folder, token: str) -> None:
-    """Makes the folder, with a file in it that other workers look for."""
+    """Makes the folder, with a file in it by which other workers recognise it."""
     try:
         folder.prepare()
         if isinstance(folder, LocalFolder):
@@ -291,9 +286,9 @@ def mark(folder: Folder, token: str) -> None:
 
 
 def agreed(job: Job | None, report: dict[str, Any], call: str) -> list[dict[str, Any]]:
-    """Returns what all workers report; a collective call.
+    """Returns the reports of all workers; a collective call.
 
-    Raises ConfigError, CheckpointError on all of them where one has a problem, or they must agree and differ.
+    Raises ConfigError, CheckpointError on all of them where one has a problem, or path, step or keys differ.
     """
     if job is None or job.world_size == 1:
         return [report]
@@ -304,11 +299,11 @@ def agreed(job: Job | None, report: dict[str, Any], call: str) -> list[dict[str,
             kind, _, text = other["problem"].partition(": ")
             raise (ConfigError if kind == "ConfigError" else CheckpointError)(f"{call}: worker {rank}: {text}")
     for name in ("path", "step"):
-        said = [other[name] for other in reports]
-        if any(one != said[0] for one in said):
+        reported = [other[name] for other in reports]
+        if any(one != reported[0] for one in reported):
             raise ConfigError(
-                f"{call}: the workers are at different places: {name} by rank is {said!r}. Every worker calls it with "
-                "the same path, after the same step."
+                f"{call}: the workers are at different places: {name} by rank is {reported!r}. Every worker calls it "
+                "with the same path, after the same step."
             )
     keys = [sorted(other["digests"]) for other in reports]
     if any(one != keys[0] for one in keys):
@@ -317,7 +312,7 @@ def agreed(job: Job | None, report: dict[str, Any], call: str) -> list[dict[str,
 
 
 def blind_workers(folder: Folder, token: str, job: Job, limit_s: float) -> list[int]:
-    """Returns, on every worker, the ranks that do not see what :func:`mark` has made, ``limit_s`` seconds later."""
+    """Returns, on every worker, the ranks that do not see the file of :func:`mark` within ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while not (seen := _sees(folder, _marker(token))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -325,6 +320,7 @@ def blind_workers(folder: Folder, token: str, job: Job, limit_s: float) -> list[
 
 
 def _marker(token: str) -> str:
+    # Named like a record: the next save removes it where this one dies.
     return f"record-{token}-00000.json"
 
 
@@ -343,7 +339,7 @@ def _check_shared(folder: Any, token: str, job: Job | None) -> None:
 def _sees(folder: Folder, marker: str) -> bool:
     try:
         return marker in folder.names()
-    except OSError:  # a file, or a folder of another user: this worker says so, and does not leave the others alone
+    except OSError:  # a file, or a folder of another user: the worker counts as blind, in step with the others
         return False
 
 

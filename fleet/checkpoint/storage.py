@@ -1,9 +1,9 @@
-"""Storage: the folder of a checkpoint, local or remote, and what makes its index appear at once.
+"""Storage: the folder of a checkpoint, local or remote, in which the index appears at once.
 
 [Note: How an index is committed]
 A local index goes to a temporary name, is flushed to disk, and renamed over the old one; then the folder is flushed.
-An object store shows an object when the whole of it was sent, so the index is sent last. In both, whoever reads finds
-the old index or the new one, and every file that it names is complete.
+An object store shows an object when the whole of it was sent, so the index is sent last. In both, a reader finds the
+old index or the new one, and every file that it names is complete.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleet.checkpoint.data_files import MappedFile, Ranges
+from fleet.common import plain_files
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.files.own_folder import PLAIN
 
 _KEEP_SIZE = 1  # of fallocate(2): the file grows as it is written
 
 
 class Folder(Protocol):
-    """A folder of files, in which a file is complete or absent to whoever reads it through an index."""
+    """A folder of files, each complete or absent for a reader that goes by the index."""
 
     path: str
 
@@ -51,7 +51,7 @@ class Folder(Protocol):
         ...
 
     def open_ranges(self, name: str) -> Ranges:
-        """Returns a file of which ranges can be read. Raises CheckpointError."""
+        """Opens a file for reading ranges of it. Raises CheckpointError."""
         ...
 
     def remove(self, name: str) -> None:
@@ -69,7 +69,7 @@ class LocalFolder:
         """Makes the folder and those above it; where it is new, a power cut does not undo that."""
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
-            flush_folder(os.path.dirname(self.path))
+            plain_files.flush(os.path.dirname(self.path))
 
     def names(self) -> list[str]:
         """Returns the names in the folder; an absent folder has none."""
@@ -81,26 +81,22 @@ class LocalFolder:
     @contextmanager
     def create(self, name: str, num_bytes: int = 0) -> Iterator[Any]:
         """Opens a new file for writing, which is on disk when the context is left."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN
-        with open(os.open(os.path.join(self.path, name), flags, 0o666), "wb", buffering=0) as file:
+        with plain_files.create(os.path.join(self.path, name), buffering=0) as file:
             _reserve(file.fileno(), num_bytes)
             yield file
             os.fsync(file.fileno())
 
     def put(self, name: str, data: bytes) -> None:
         """Makes ``name`` hold ``data`` by one rename."""
-        temporary = f".{name}.{os.getpid()}.tmp"
-        self.remove(temporary)
-        with replaced(os.path.join(self.path, name), os.path.join(self.path, temporary)) as file:
-            file.write(data)
+        plain_files.replace_file(os.path.join(self.path, name), data)
 
     def touch(self, name: str) -> None:
         """Makes an empty file, which need not outlive the machine: training waits for it."""
-        os.close(os.open(os.path.join(self.path, name), os.O_WRONLY | os.O_CREAT | PLAIN, 0o666))
+        os.close(plain_files.open_own(os.path.join(self.path, name), os.O_WRONLY))
 
     def get(self, name: str) -> bytes:
         """Returns all bytes of a file; a link is an error."""
-        with open(os.open(os.path.join(self.path, name), os.O_RDONLY | PLAIN), "rb") as file:
+        with plain_files.open_to_read(os.path.join(self.path, name)) as file:
             return file.read()
 
     def open_ranges(self, name: str) -> Ranges:
@@ -131,7 +127,8 @@ class RemoteFolder:
             self._files, inner = fsspec.core.url_to_fs(path)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"checkpoint: {path!r} cannot be reached: {error}.") from error
-        self.path, self._root = path, inner.rstrip("/")
+        self.path = path
+        self._root = inner.rstrip("/")
         self.is_of_this_process = "memory" in _protocols(self._files)
 
     def prepare(self) -> None:
@@ -141,12 +138,14 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """Returns the names in the folder; an absent folder has none."""
+        # fsspec keeps listings, and the files of other workers appear while this one waits for them.
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._root, detail=False)
+            paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return [one.rstrip("/").rpartition("/")[2] for one in found if one.rstrip("/") != self._root]
+        # Some stores list the folder itself, as an empty object.
+        return [path.rstrip("/").rpartition("/")[2] for path in paths if path.rstrip("/") != self._root]
 
     @contextmanager
     def create(self, name: str, num_bytes: int = 0) -> Iterator[Any]:
@@ -172,7 +171,7 @@ class RemoteFolder:
         return found
 
     def open_ranges(self, name: str) -> Ranges:
-        """Returns an object of which ranges are fetched as they are asked for."""
+        """Opens an object whose ranges are fetched on request."""
         self._files.invalidate_cache()  # another process may have written it
         return _RemoteFile(self._files, self._at(name), f"{self.path}/{name}")
 
@@ -189,15 +188,18 @@ class _RemoteFile:
     """Ranges of one object; those of a reader lie side by side, so a range is kept until another is asked for."""
 
     def __init__(self, files: Any, path: str, label: str) -> None:
-        self._files, self._path, self._label = files, path, label
+        self._files = files
+        self._path = path
+        self._label = label
         try:
             self.num_bytes = int(files.size(path))
         except OSError as error:
             raise CheckpointError(f"{label}: {getattr(error, 'strerror', None) or error}.") from error
-        self._begin, self._kept = 0, bytearray()
+        self._begin = 0
+        self._kept = bytearray()
 
     def range(self, begin: int, end: int) -> memoryview:
-        """Fetches the bytes, or the rest of them where they begin in what was fetched last."""
+        """Fetches the bytes, except those at their beginning that the last range had already."""
         kept_end = self._begin + len(self._kept)
         known = self._kept[begin - self._begin : end - self._begin] if self._begin <= begin < kept_end else b""
         if len(known) < end - begin:
@@ -207,19 +209,20 @@ class _RemoteFile:
                 raise CheckpointError(f"{self._label}: {getattr(error, 'strerror', None) or error}.") from error
             if len(found) != end - begin - len(known):
                 raise CheckpointError(f"{self._label}: bytes {begin} to {end} were asked for, and some are missing.")
-            self._begin, self._kept = begin, bytearray(known + found)  # torch takes writable memory
+            self._begin = begin
+            self._kept = bytearray(known + found)  # torch takes writable memory
         return memoryview(self._kept)[begin - self._begin : end - self._begin]
 
     def release(self, begin: int, end: int) -> None:
         """Does nothing: no more than the last range is kept."""
 
     def close(self) -> None:
-        """Forgets what was fetched."""
+        """Frees the last range."""
         self._kept = bytearray()
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Takes the room of a file before it is written: a full disk shows at once, and ext4 writes a third faster.
+    """Reserves the room of a file before it is written: a full disk shows at once, and ext4 writes a third faster.
 
     ``os.posix_fallocate`` would write to every page where the file system cannot do it, as NFS 3.
     """
@@ -229,35 +232,6 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
     sizes = ctypes.c_int64(0), ctypes.c_int64(num_bytes)
     if fallocate(descriptor, _KEEP_SIZE, *sizes) and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@contextmanager
-def replaced(path: str | os.PathLike[str], temporary: str | os.PathLike[str]) -> Iterator[Any]:
-    """Opens the new file ``temporary``, which replaces ``path`` at once and durably when the context is left.
-
-    After an error the old file stands, and the new one is gone.
-    """
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o666), "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    flush_folder(os.path.dirname(path))
-
-
-def flush_folder(folder: str | os.PathLike[str]) -> None:
-    """Flushes the directory entries of ``folder`` to disk."""
-    if hasattr(os, "O_DIRECTORY"):  # Windows cannot open a folder
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -273,7 +247,7 @@ def open_folder(path: str | os.PathLike[str]) -> LocalFolder | RemoteFolder:
 
 
 def explained(error: OSError) -> str:
-    """Returns what to do about ``error`` of a write, in one sentence."""
+    """Returns the reason of ``error``, raised by a write, and its remedy in one sentence."""
     reasons = {
         errno.ENOSPC: "the disk is full; free space or name another folder",
         errno.EDQUOT: "the quota of this user is used up; free space or name another folder",
@@ -284,11 +258,10 @@ def explained(error: OSError) -> str:
         errno.ENOTDIR: "a file stands where the folder was; remove it or name another folder",
         errno.ENOENT: "the folder was removed while it was being written; the next save makes it again",
     }
-    told = error.strerror or f"{error}"
-    found = reasons.get(error.errno or 0)
-    return f"{told}: {found}" if found else told
+    text = error.strerror or f"{error}"
+    remedy = reasons.get(error.errno or 0)
+    return f"{text}: {remedy}" if remedy else text
 
 
 def _protocols(files: Any) -> tuple[str, ...]:
-    found = files.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
+    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)

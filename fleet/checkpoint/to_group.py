@@ -3,7 +3,7 @@
 [Note: A gather]
 Every worker posts the entries of its state, in order, and the boxes that it holds. The union is an index in which the
 "file" of a piece is the rank of a worker. Then every worker goes through the same list: a piece that some worker keeps
-and lacks is sent by the first one that holds it. One piece travels at a time.
+and lacks is sent by its first holder. One piece travels at a time.
 
 [Note: Errors of one worker]
 A worker that fails between two posts says so in the next one, in which the others are: all of them raise. So what can
@@ -65,7 +65,9 @@ class StateGroup:
     """
 
     def __init__(self, ranks: Sequence[int], group: Any, device: torch.device) -> None:
-        self.ranks, self.group, self.device = tuple(ranks), group, device
+        self.ranks = tuple(ranks)
+        self.group = group
+        self.device = device
         self.rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
         self._has_ended = False  # by an error that all workers know
 
@@ -75,7 +77,7 @@ class StateGroup:
         return cls(range(dist.get_world_size()) if dist.is_initialized() else (0,), None, device)
 
     def post(self, what: Any, error: Exception | None = None) -> list[Any]:
-        """Returns what every worker posts, JSON, in the order of the ranks; a collective call.
+        """Returns the posts of all workers, JSON, in the order of the ranks; a collective call.
 
         Raises CheckpointError on every worker where one has an ``error``, ForeignError where it is no CheckpointError.
         """
@@ -86,14 +88,15 @@ class StateGroup:
         posts = [json.loads(found) for found in texts]
         for rank, (problem, is_foreign, _) in zip(self.ranks, posts, strict=True):
             if problem:
+                # Every worker raises here, so together() must not post the error a second time.
                 self._has_ended = True
-                said = f"{problem.rstrip('.')} (worker {rank})." if len(self.ranks) > 1 else problem
-                raise (ForeignError if is_foreign else CheckpointError)(said) from error
-        return [found for _, _, found in posts]
+                message = f"{problem.rstrip('.')} (worker {rank})." if len(self.ranks) > 1 else problem
+                raise (ForeignError if is_foreign else CheckpointError)(message) from error
+        return [posted for _, _, posted in posts]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raises on every worker where the block, which may post, fails on one; see [Note: Errors of one worker]."""
+        """Runs the block, which may post; an error of one worker is raised on all, see [Note: Errors of one worker]."""
         self._has_ended = False
         try:
             yield
@@ -124,14 +127,14 @@ class StateGroup:
     def gather(
         self, rows: Iterable[Sequence[Any]], items: Mapping[str, Item], posts: Sequence[dict[str, Any]]
     ) -> Iterator[Any]:
-        """Yields the entries ``rows``: values, and whole tensors on the host, ``None`` to workers that keep none.
+        """Yields the entries ``rows``: values, and whole tensors on the host, ``None`` for workers that keep none.
 
         A collective call; see [Note: A gather].
 
         Args:
             rows: see :func:`described`; in an order that is the same on every worker.
-            items: what this worker holds, by name.
-            posts: of all workers: ``stage``, ``entries``, ``boxes``, and whether they ``keep`` whole tensors.
+            items: this worker's items, by name.
+            posts: the posts of all workers: ``stage``, ``entries``, ``boxes``, and whether they ``keep`` whole tensors.
         """
         index = _union(posts, self.ranks)
         keepers = {rank for rank, post in zip(self.ranks, posts, strict=True) if post["keep"]}
@@ -145,23 +148,25 @@ class StateGroup:
             holders.setdefault((piece.offsets, piece.sizes), []).append(int(piece.file))
         keeps = self.rank in keepers
         everything = ((0,) * len(entry.shape), entry.shape)
+        # Where all keepers hold the whole, nothing travels. The copy keeps the result apart from training.
         if keeps and everything in own and set(keepers) <= {*holders.get(everything, ())}:
             return own[everything].detach().to("cpu", copy=True)
         dtype = getattr(torch, entry.dtype)
         whole = torch.empty(entry.shape, dtype=dtype, device="cpu") if keeps else None
         for (offsets, sizes), ranks in holders.items():
-            found = own.get((offsets, sizes)) if self.rank in ranks else None
+            numbers = own.get((offsets, sizes)) if self.rank in ranks else None
             place = None if whole is None else whole[box_slices(offsets, sizes)]
+            # A broadcast is collective: all workers decide alike, by the holders and keepers that all know.
             if not set(keepers) <= {*ranks}:
-                sent = self._piece(found if ranks[0] == self.rank else None, place, sizes, dtype)
+                sent = self._piece(numbers if ranks[0] == self.rank else None, place, sizes, dtype)
                 broadcast_bits(sent, ranks[0], self.group)
-                found = sent if found is None else found
-            if place is not None and found is not None and found is not place:
-                place.copy_(found)
+                numbers = sent if numbers is None else numbers
+            if place is not None and numbers is not None and numbers is not place:
+                place.copy_(numbers)
         return whole
 
     def _piece(self, own: Tensor | None, place: Tensor | None, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns the tensor that is sent or received; where it can be, it is received where it belongs."""
+        """Returns the tensor to send, or to receive into: ``place`` itself where a broadcast can write to it."""
         if own is not None:
             return own.detach().to(self.device).contiguous()
         if place is not None and place.is_contiguous() and self.device.type == "cpu":
@@ -178,7 +183,8 @@ class StateMesh:
     """
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
-        self.axes, self.device = axes, device
+        self.axes = axes
+        self.device = device
         self._along = ("pp", "ep") if axes.experts else ("pp",)
 
     @property
@@ -196,20 +202,20 @@ class StateMesh:
         return self.has_stages or any(layout.parts > 1 for layout in layouts)
 
     def place(self, layouts: Iterable[Layout], inner: Mapping[str, int] | None = None) -> dict[str, int] | None:
-        """Returns which part of how many this worker holds, and along which axes; ``None`` where it holds all.
+        """Returns rank and number of this worker's part, and its axes; ``None`` where it holds the whole.
 
-        ``inner`` is the same for the shards that sharding makes of it.
+        ``inner`` is the place of its shard among those into which sharding divides the part.
         """
         axes = [axis for axis in self._along if self.axes.size(axis) > 1]
         axes += sorted({layout.axis for layout in layouts if layout.parts > 1})
         if not axes:
             return None if inner is None else dict(inner)
-        rank, degree = 0, 1
-        for axis in axes:
-            size = self.axes.size(axis)
-            rank, degree = rank * size + self.axes.rank(axis), degree * size
-        if inner is not None:
-            rank, degree = rank * inner["degree"] + inner["rank"], degree * inner["degree"]
+        rank = 0
+        degree = 1
+        parts = [(self.axes.rank(axis), self.axes.size(axis)) for axis in axes]
+        for place, size in [*parts, *([(inner["rank"], inner["degree"])] if inner is not None else [])]:
+            rank = rank * size + place
+            degree *= size
         return {"rank": rank, "degree": degree, **{axis: self.axes.size(axis) for axis in axes}}
 
     def copy_group(self, shards: Any = None) -> StateGroup:
@@ -228,6 +234,7 @@ class StateMesh:
         Raises CheckpointError, alike on every worker, where workers of one stage and copy hold different entries.
         """
         posted = dict(zip(ranks, posts, strict=True))
+        # With experts, workers of one copy rightly hold different entries.
         copies = [] if self.axes.experts else self.axes.all_ranks(*MODEL_AXES)
         for copy in copies:
             first: dict[int, Any] = {}
@@ -248,7 +255,7 @@ class StateMesh:
         return in_layer_order(names) if self.axes.size("pp") > 1 else names
 
     def names(self, own: Sequence[str]) -> list[str]:
-        """Returns the names of a whole state of which this worker's stage has ``own``; with stages a collective call.
+        """Returns the names of the whole state, given this stage's ``own``; with stages a collective call.
 
         Raises CheckpointError where the workers of one stage have different names.
         """
@@ -280,9 +287,9 @@ def boxes_of(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
-    """Returns the index of what all workers have posted: entries, and boxes by name.
+    """Returns the index of the entries and boxes in all ``posts``.
 
-    Of a box that several stages hold, as that of a tied parameter, the first stage counts.
+    A box that several stages hold, as of a tied parameter, comes from the first stage.
 
     Raises CheckpointError where workers mean different tensors by one name, or no worker holds some part.
     """
@@ -303,7 +310,7 @@ def _union(posts: Sequence[dict[str, Any]], ranks: Sequence[int]) -> Index:
 
 
 def interleaved(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the names of all ``lists`` once, each before what follows it in its list and after those of lists before.
+    """Returns the names of all ``lists`` once, in an order that keeps the order of each list.
 
     Example:
         >>> interleaved([["a", "experts.0", "b"], ["a", "experts.1", "b"]])
@@ -311,7 +318,8 @@ def interleaved(lists: Sequence[Sequence[str]]) -> list[str]:
     """
     found = list(lists[0]) if lists else []
     for names in lists[1:]:
-        known, place = set(found), len(found)
+        known = set(found)
+        place = len(found)
         for name in reversed(names):
             if name in known:
                 place = found.index(name)
@@ -351,11 +359,12 @@ class GroupSource(StateSource):
         saved: SavedTensors | None = None,
     ) -> None:  # fmt: skip
         super().__init__(index, path)
-        self._group, self._saved = group, saved
+        self._group = group
+        self._saved = saved
         self._read = saved.whole if saved is not None else read
 
     def verify_all(self, wanted: Iterable[Wanted]) -> None:
-        """Verifies, on the first worker, what any worker wants. Raises CheckpointError on all of them."""
+        """Verifies, on the first worker, the tensors that any worker wants. Raises CheckpointError on all workers."""
         names = self._names(dict(self._in_order(wanted)))
         self._first(partial(_verify, names))
 
@@ -377,6 +386,7 @@ class GroupSource(StateSource):
                     whole = self._read(name).detach().to(self._group.device).contiguous()
                 else:
                     whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=self._group.device)
+                # The read may have failed on the first worker: this post tells the others before they wait for it.
                 self._group.post(None)
                 broadcast_bits(whole, self._group.ranks[0], self._group.group)
                 copy_from(Piece("", 0, (0,) * whole.dim(), tuple(whole.shape)), whole, mine.get(name, []))
@@ -392,14 +402,15 @@ class GroupSource(StateSource):
         return [name for name in self.index.tensors if name in asked]
 
     def _first(self, call: Callable[[SavedTensors], Any]) -> Any:
-        """Returns what ``call`` returns on the first worker. Raises its error on all of them."""
-        found, error = None, None
+        """Returns the result of ``call`` on the first worker. Raises its error on all workers."""
+        result = None
+        error = None
         try:
             with as_damage(self._path):
-                found = None if self._saved is None else call(self._saved)
+                result = None if self._saved is None else call(self._saved)
         except Exception as caught:
             error = caught
-        return self._group.post(found, error)[0]
+        return self._group.post(result, error)[0]
 
 
 def _verify(names: Iterable[str], saved: SavedTensors) -> None:

@@ -1,4 +1,4 @@
-"""Values: what is no tensor in a checkpoint, as JSON that gives back the same types.
+"""Values: the content of a checkpoint other than tensors, as JSON that gives back the same types.
 
 JSON knows no tuples, sets, complex numbers or keys other than texts; those stand as ``{"$": kind, ...}``. A tensor
 inside a value becomes a tensor of the checkpoint, and its place ``{"$": "tensor", "name": ...}``.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fleet.checkpoint.index import DTYPES
+from fleet.checkpoint.index import DTYPES, MOST_DEPTH, tensor_names
 from fleet.errors import CheckpointError, ConfigError
 
 _KIND = "$"
@@ -27,7 +27,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
     Args:
         value: numbers, texts, ``None``, bytes, tensors, arrays; lists, tuples, sets, counters and dictionaries of them.
-        name: of the value; its tensors are called ``name/...`` after their place, numbered where the name is taken.
+        name: name of the value; its tensors are called ``name/...`` after their place, numbered to stay unique.
         tensors: receives them; they share the memory of ``value`` where it is an array of this machine's byte order.
 
     Raises:
@@ -37,6 +37,15 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         >>> encode({"betas": (0.9, 0.99)}, "group", {})
         {'betas': {'$': 'tuple', 'items': [0.9, 0.99]}}
     """
+    try:
+        encoded = _encoded(value, name, tensors)
+        tensor_names(encoded)  # a reader would refuse what is deeper than this allows
+    except (RecursionError, CheckpointError):
+        raise _refused(name, f"a value with more than {MOST_DEPTH} levels, or inside itself") from None
+    return encoded
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -46,21 +55,21 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is complex:
         return {_KIND: "complex", "items": [value.real, value.imag]}
     if isinstance(value, np.generic) and type(value.item()) in _NUMBERS:
-        return {_KIND: "scalar", "dtype": value.dtype.name, "value": encode(value.item(), name, tensors)}
+        return {_KIND: "scalar", "dtype": value.dtype.name, "value": _encoded(value.item(), name, tensors)}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "hex": value.hex()}
     if isinstance(value, torch.dtype):
         return {_KIND: "dtype", "name": f"{value}".removeprefix("torch.")}
     if type(value) is list:
-        return [encode(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+        return [_encoded(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {_KIND: "tuple", "items": [encode(v, f"{name}/{place}", tensors) for place, v in enumerate(value)]}
+        return {_KIND: "tuple", "items": [_encoded(v, f"{name}/{place}", tensors) for place, v in enumerate(value)]}
     if type(value) in (set, frozenset):
         return {_KIND: "set", "items": sorted((_without_tensors(item, name) for item in value), key=json.dumps)}
     if type(value) in (dict, OrderedDict, Counter):
         if type(value) is not Counter and all(type(key) is str for key in value) and _KIND not in value:
-            return {key: encode(item, f"{name}/{key}", tensors) for key, item in value.items()}
-        items = [[_without_tensors(k, name), encode(item, f"{name}/{k}", tensors)] for k, item in value.items()]
+            return {key: _encoded(item, f"{name}/{key}", tensors) for key, item in value.items()}
+        items = [[_without_tensors(k, name), _encoded(item, f"{name}/{k}", tensors)] for k, item in value.items()]
         return {_KIND: "counter" if type(value) is Counter else "dict", "items": items}
     raise _refused(name, f"a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -69,7 +78,8 @@ def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     """Puts a tensor under ``name``, or a name like it that is free, and returns the name."""
     if tensor.layout != torch.strided or f"{tensor.dtype}".removeprefix("torch.") not in DTYPES:
         raise _refused(name, f"a tensor of {tensor.dtype} with {tensor.layout}")
-    free, number = name, 1
+    free = name
+    number = 1
     while free in tensors:  # {"a/b": x, "a": {"b": y}}, and {1: x, "1": y}
         number += 1
         free = f"{name}~{number}"
@@ -79,6 +89,7 @@ def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
 
 def _from_array(array: np.ndarray[Any, Any], name: str) -> Tensor:
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    # ascontiguousarray() gives a number a dimension, and torch warns of an array that cannot be written.
     contiguous = np.ascontiguousarray(native).reshape(array.shape)
     try:
         return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
@@ -88,7 +99,7 @@ def _from_array(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 def _without_tensors(item: Any, name: str) -> Any:
     found: dict[str, Tensor] = {}
-    encoded = encode(item, name, found)
+    encoded = _encoded(item, name, found)
     if found:
         raise _refused(name, "a set or a dictionary whose members or keys are tensors")
     return encoded
@@ -102,7 +113,7 @@ def _refused(name: str, what: str) -> ConfigError:
 
 
 def decode(found: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Returns the value that :func:`encode` made ``found`` of; ``tensor`` returns a tensor by its name.
+    """Returns the value that :func:`encode` encoded as ``found``; ``tensor`` returns a tensor by its name.
 
     A ``torch.Size`` comes back as a tuple, a frozen set as a set, and an ``OrderedDict`` as a dictionary. Raises
     CheckpointError for a kind that this package does not know, or a value that is not of its kind.
@@ -160,14 +171,3 @@ _KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "dtype": _dtype,
     "scalar": _scalar,
 }
-
-
-def tensor_names(found: Any) -> list[str]:
-    """Returns the names of the tensors inside what :func:`encode` made."""
-    if isinstance(found, list):
-        return [name for item in found for name in tensor_names(item)]
-    if not isinstance(found, dict):
-        return []
-    if found.get(_KIND) in ("tensor", "array"):
-        return [found["name"]]
-    return [name for item in found.values() for name in tensor_names(item)]

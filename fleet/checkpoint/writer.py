@@ -1,14 +1,14 @@
 """Writer: a process beside the trainer that writes its checkpoints while training goes on.
 
 [Note: The writer process]
-The trainer copies its share of the state into a buffer that both processes map, then sends one line of JSON that says
-what lies in it and where it goes. From there on the writer alone works: no lock, no thread and no memory traffic of the
-trainer. It answers with one line, an empty text or an error. One save is under way at a time, and the buffer belongs to
-the writer from the line to the answer.
+The trainer copies its share of the state into a buffer that both processes map, then sends one line of JSON that
+describes the content and the target. From there on the writer alone works: no lock, no thread and no memory traffic of
+the trainer. It answers with one line, an empty text or an error. One save is under way at a time, and the buffer
+belongs to the writer from the line to the answer.
 
 The writer ignores SIGTERM and SIGINT, which a launcher or a terminal sends to all processes: a checkpoint that was
 begun before a preemption is finished. It ends when its trainer ends, and stops between two blocks when the trainer was
-killed: what a dead job had begun does not appear after its restart. It imports neither torch nor numpy.
+killed: no checkpoint of a dead job appears after its restart. It imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fleet.errors import CheckpointError, FleetError
 
 _POLL_S = 0.5
 _AT_EXIT = 10  # before multiprocessing ends its daemons, which has the priority 0
-# Without the current folder, in which a script may have a json.py of its own.
+# Without the current folder, where a user's json.py would be imported in place of the standard one.
 _START = (
     "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from fleet.checkpoint.writer import serve; "
     "serve({fd}, {parent})"
@@ -42,7 +42,7 @@ _END = "null"  # the request to end: a forked process may hold the pipe open
 
 
 class Writer:
-    """The trainer's side: at most one save under way, and the error that the last one ended with.
+    """The trainer's side: at most one save under way, and the error of the last one.
 
     Example:
         >>> writer = Writer()
@@ -97,14 +97,16 @@ class Writer:
 
         Args:
             path: the folder.
-            share: what is written.
-            hooks: a module whose ``hooks(**arguments)`` returns what the writer calls at the points of
-                :func:`write_share`, and what it calls after it.
+            share: the description of the share.
+            hooks: a module whose ``hooks(**arguments)`` returns two functions: one that the writer calls at the points
+                of :func:`write_share`, and one for the end of the save.
             arguments: numbers and texts.
         """
-        self._path, self._share = path, share
+        self._path = path
+        self._share = share
         asked = {**vars(share), "blocks": [vars(block) for block in share.blocks]}
         try:
+            # A writer that was killed between two saves is replaced.
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             if self._process is None:
@@ -152,7 +154,7 @@ class Writer:
         self._error = str(json.loads(line))
 
     def _lost(self, how: str = "") -> None:
-        """Notes that the save has failed because there is no writer, also for worker 0, which waits for its record."""
+        """Records that the writer is lost, also for worker 0, which waits for this worker's record."""
         if self._process is not None:
             status = self._end()
             how = f"was killed by signal {-status}" if status < 0 else how or f"ended with status {status}"
@@ -175,15 +177,17 @@ class Writer:
 
     def _end(self) -> int:
         """Closes the pipes, waits for the process and returns its status."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         assert process is not None
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what could not be sent is tried again
+            with contextlib.suppress(OSError):  # closing sends the rest of the buffer, to a process that may be gone
                 pipe.close() if pipe is not None else None
         return process.wait()
 
     def _take_error(self) -> str:
-        error, self._error = self._error, ""
+        error = self._error
+        self._error = ""
         return error
 
     def _launch(self) -> None:
@@ -221,10 +225,12 @@ def _at_exit() -> None:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Writes what the trainer ``parent`` asks for on standard input, until it ends."""
+    """Writes the shares that the trainer ``parent`` sends on standard input, until it ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    answers, sys.stdout = sys.stdout, sys.stderr
+    # A print of any library would break the answers, which are lines on standard output.
+    answers = sys.stdout
+    sys.stdout = sys.stderr
 
     def meet(point: str) -> None:
         if os.getppid() != parent:
@@ -235,7 +241,7 @@ def serve(descriptor: int, parent: int) -> None:
         if request is None:
             return
         try:
-            write_and_more(request, descriptor, meet)
+            write_request(request, descriptor, meet)
             answer = ""
         except FleetError as error:
             answer = f"{error}"
@@ -248,26 +254,16 @@ def serve(descriptor: int, parent: int) -> None:
             return
 
 
-def write_and_more(request: dict[str, Any], descriptor: int, meet: Callable[[str], None]) -> None:
-    """Writes what ``request`` describes, and calls the hooks that it names."""
-    if not request["hooks"]:
-        write_request(request, descriptor, meet)
-        return
-    also, after = import_module(request["hooks"]).hooks(**request["arguments"])
+def write_request(request: dict[str, Any], descriptor: int, meet: Callable[[str], None]) -> None:
+    """Writes the share in ``request``, whose bytes lie in the memory of ``descriptor``, and calls its hooks."""
+    blocks = [block_of(found) for found in request["share"]["blocks"]]
+    share = Share(**{**request["share"], "blocks": blocks})
+    hooks = import_module(request["hooks"]).hooks(**request["arguments"]) if request["hooks"] else None
 
     def meet_both(point: str) -> None:
         meet(point)
-        also(point)
-
-    write_request(request, descriptor, meet_both)
-    after()
-
-
-def write_request(request: dict[str, Any], descriptor: int, meet: Any) -> None:
-    """Writes the share that ``request`` describes, whose bytes lie in the memory of ``descriptor``."""
-    share = dict(request["share"])
-    blocks = [block_of(found) for found in share["blocks"]]
-    asked = Share(**{**share, "blocks": blocks})
+        if hooks is not None:
+            hooks[0](point)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -275,7 +271,9 @@ def write_request(request: dict[str, Any], descriptor: int, meet: Any) -> None:
     size = os.fstat(descriptor).st_size
     # Not closed by hand: where a write fails, its error refers to views of the map for a while.
     view = memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ))
-    write_share(open_folder(request["path"]), asked, _slices(view, blocks), meet, say)
+    write_share(open_folder(request["path"]), share, _slices(view, blocks), meet_both, say)
+    if hooks is not None:
+        hooks[1]()
 
 
 def _slices(view: memoryview, blocks: list[FileBlock]) -> Iterator[memoryview]:

@@ -1,4 +1,4 @@
-"""AbsentWorkers: a worker that waits at the servers for one that waits for it in a call of all gets an error.
+"""AbsentWorkers: an error where a worker waits at the servers for a worker that waits for it in a call of all.
 
 [Note: Who can never step]
 In sync mode a step waits at the servers for the steps of all workers. One of these may have finished its batches and
@@ -7,11 +7,11 @@ would wait until a time limit. It is an error only where no step can come:
 
 - The other has been in one call for ``STUCK_S`` seconds, seen at two looks at least, and the server waits for it at
   both, in the same step of this worker. A worker that is on its way to the call has sent its step before, so the server
-  no longer waits for it. One in ``barrier_worker()`` is in no such call, and the servers do not wait for it.
+  has stopped waiting for it. A worker in ``barrier_worker()`` is in no such call, and the servers do not wait for it.
 - The other waits there in its main thread, and this worker at the server in its own. A call in another thread, of
   metrics for example, holds no step up: the main thread trains on. Where a thread beside the main one waits for the
   server, or has made such calls on this worker, it may come to that call later; so that is no proof either.
-- The other still answers, or has just told that it waits: what a killed worker left in the store is no proof.
+- The other still answers, or has just told that it waits: a post that a killed worker left in the store is no proof.
 - The mode is sync: in the others a queue sends steps while the main thread waits.
 
 Before the workers have joined each other, at the first call of all, there is no roll call in which one could look.
@@ -39,7 +39,7 @@ class AbsentWorkers:
 
     Args:
         job: of this worker.
-        is_sync: whether only the main thread of a worker can send what the servers wait for.
+        is_sync: whether only the main thread of a worker can send the step that the servers wait for.
     """
 
     def __init__(self, job: Job, is_sync: bool) -> None:
@@ -56,7 +56,8 @@ class AbsentWorkers:
                 self._check_stuck(roll_call, ranks)
 
     def _check_stuck(self, roll_call: RollCall, ranks: Sequence[int]) -> None:
-        now, found = time.monotonic(), roll_call.waiting(ranks)
+        now = time.monotonic()
+        found = roll_call.waiting(ranks)
         seen = [(rank, place, self._job.num_steps) for rank, place in found.items() if rank in ranks]
         self._since = {one: self._since.get(one, now) for one in seen}
         stuck = [rank for rank, place, step in seen if now - self._since[rank, place, step] >= STUCK_S]

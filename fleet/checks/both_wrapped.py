@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fleet.checks.comparison import checksums, digest
 from fleet.checks.said_once import SaidOnce
 from fleet.checks.same_rows import first_rows
-from fleet.errors import ConfigError, OptionWarning
+from fleet.errors import ConfigError, NotInitializedError, OptionWarning
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import user_line
@@ -51,7 +51,7 @@ class BothWrapped(Listener):
             self._batch = batch
 
     def close(self) -> None:
-        """Looks at steps of plain optimizers no longer."""
+        """Stops looking at steps of plain optimizers."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -73,7 +73,7 @@ class BothWrapped(Listener):
                 )
 
     def before_forward(self, model: WrappedModel) -> None:
-        """Raises ConfigError when training starts with an option that acts in the optimizer, and there is none."""
+        """Raises ConfigError when training starts without an optimizer and an option acts in it."""
         job = self._job
         if job.optimizers or not torch.is_grad_enabled():
             return
@@ -86,9 +86,22 @@ class BothWrapped(Listener):
             )
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Warns once when an optimizer steps although no model exchanges gradients."""
+        """Warns once when an optimizer steps although no model exchanges gradients.
+
+        With parameter servers the step does it; rows alone need their model, and NotInitializedError says so.
+        """
+        # The first step decides; later steps pay nothing for the check.
         self._job.listeners.put_to_sleep(self)
-        if self._job.world_size > 1 and not self._job.models:
+        if self._job.models:
+            return
+        if not self._job.collective:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if any(p.grad is not None and p.grad.is_sparse for p in held):
+                raise NotInitializedError(
+                    "optimizer.step(): the model has an nn.Embedding(sparse=True), whose rows train as a table, and "
+                    "fleet.distributed_model() was not called. Call it before fleet.init_worker()."
+                )
+        elif self._job.world_size > 1:
             warnings.warn(
                 "fleet.distributed_optimizer() was called without fleet.distributed_model(): the workers do not "
                 "exchange gradients. Call model = fleet.distributed_model(model) as well.",
@@ -99,9 +112,9 @@ class BothWrapped(Listener):
     def _look_at_raw_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Warns, where nothing is wrapped, that the workers train alone: with other gradients, or with the same rows.
 
-        Nobody waits: the first step of the first optimizer posts its gradients, and later ones look at the others'. A
-        script that exchanges gradients itself has equal ones of other rows. A class of shards of its own is not
-        compared.
+        Nobody waits: the first step of the first optimizer posts its gradients, and later steps look at the others'. A
+        script that exchanges gradients itself has equal gradients of different rows. Parameters of another class, such
+        as another library's shards, are not compared.
         """
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if self._job.roll_call is None or any(type(p) not in (Tensor, nn.Parameter) for p in held):
@@ -109,6 +122,8 @@ class BothWrapped(Listener):
         elif self._first is None:
             gradients = {f"{at}": p.grad for at, p in enumerate(held) if p.grad is not None and not p.grad.is_sparse}
             said = [[list(p.shape) for p in held], digest(checksums(gradients)), first_rows(self._batch)]
+            # Weak: the check must not keep the script's optimizer alive. The batch has given its digest, and would hold
+            # memory until the second step.
             self._first = weakref.ref(optimizer)
             self._batch = None
             self._steps.say(json.dumps(said))
@@ -120,9 +135,11 @@ class BothWrapped(Listener):
                 self._judge([json.loads(text) for text in found.values()])
 
     def _judge(self, said: list[Any]) -> None:
-        """Warns where workers with equal shapes of parameters ``said`` other gradients, or the same rows."""
+        """Warns where workers with equal shapes of parameters ``said`` different gradients, or equal rows."""
         shapes, sums, rows = zip(*said, strict=True)
-        apart, alike = len(set(sums)) > 1, len(set(rows)) == 1 and rows[0]
+        apart = len(set(sums)) > 1
+        alike = len(set(rows)) == 1 and rows[0]
+        # Workers that train different models have nothing to compare.
         if any(shape != shapes[0] for shape in shapes) or not (apart or alike):
             return
         what = "step with different gradients" if apart else "train on the same rows"

@@ -19,16 +19,17 @@ class ChangedParameters(Listener):
         self._job = watched.job
 
     def before_forward(self, model: WrappedModel) -> None:
-        """Takes in a changed structure; raises ConfigError where it has changed on some workers only."""
+        """Follows a changed structure; raises ConfigError where it has changed on some workers only."""
         watch = self._watched.recording(model)
         if watch is None:
             return
         watch.check_kinds()
         if watch.has_changed(self._watched.registered):
-            self._take_in(watch)
+            self._follow(watch)
 
-    def _take_in(self, watch: ModelWatch) -> None:
-        before, trained = watch.named, watch.trained_names
+    def _follow(self, watch: ModelWatch) -> None:
+        before = watch.named
+        trained = watch.trained_names
         watch.note_parameters(self._watched.registered)
         now = watch.trained_names
         added = [name for name, p in watch.named.items() if before.get(name) is not p]
@@ -36,6 +37,7 @@ class ChangedParameters(Listener):
             added = [name for name in added if name not in before or not is_part(watch.named[name])]
         if not added and now == trained and before.keys() == watch.named.keys():
             return
+        # Frozen and unfrozen again is no change: the workers compare with the parameters that they last agreed on.
         if self._watched.compares and now and (added or now != watch.exchanged):
             self._agree_on(watch, now)
             watch.exchanged = now

@@ -1,4 +1,4 @@
-"""Checksums of what must be equal on all workers, and text for where it differs."""
+"""Checksums of values that must be equal on all workers, and text for the places where they differ."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:
     """
     raw = {name: local(t.detach()).contiguous().view(-1).view(torch.uint8) for name, t in named.items()}
     sums = {name: _sum(_words([flat])) for name, flat in raw.items() if flat.numel() > 8 * _WORDS}
+    # By device: a chunk joins its tensors, which must lie on one.
     small = sorted((name for name in raw if name not in sums), key=lambda name: str(raw[name].device))
     names = iter(small)
     for chunk in chunks([raw[name] for name in small], 8 * _WORDS):
@@ -34,6 +35,7 @@ def checksums(named: Mapping[str, Tensor]) -> dict[str, int]:
     if not sums:
         return {}
     device = next(iter(sums.values())).device
+    # One transfer to the host for all sums, because each transfer waits for the device.
     found = torch.stack([sums[name].to(device) for name in named]).tolist()
     return dict(zip(named, found, strict=True))
 
@@ -48,9 +50,10 @@ def _sum(words: Tensor) -> Tensor:
 
 
 def _sums(chunk: list[Tensor]) -> Tensor:
-    """Returns what :func:`_sum` returns for each of ``chunk``."""
+    """Returns the sum of each of ``chunk``, as :func:`_sum`; one cumulative sum serves them all."""
     lengths = [-(-flat.numel() // 8) for flat in chunk]
-    words, weights = _words(chunk), weights_on(chunk[0].device)
+    words = _words(chunk)
+    weights = weights_on(chunk[0].device)
     totals = (_mixed(words) * torch.cat([weights[:length] for length in lengths])).cumsum(0)
     ends = torch.cat([totals.new_zeros(1), totals])[torch.tensor([0, *accumulate(lengths)], device=totals.device)]
     return ends.diff()
@@ -65,19 +68,21 @@ def _words(chunk: list[Tensor]) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    # Numbers that differ in their upper bits alone would count for little: a product loses what is above 64 bits.
+    # Numbers that differ in their upper bits alone would count for little: a product loses the bits above 64.
     return words ^ (words >> 32)
 
 
 @functools.cache
 def weights_on(device: torch.device) -> Tensor:
     """Returns the odd 64-bit numbers by which places count, the same on every worker."""
+    # An odd number has an inverse modulo 2**64, so a change of one word always changes the sum.
     drawn = torch.randint(-(1 << 62), 1 << 62, (_WORDS,), generator=torch.Generator().manual_seed(1))
     return (drawn | 1).to(device)
 
 
 def digest(sums: Mapping[str, object]) -> str:
     """Returns a short text that differs where ``sums`` differ."""
+    # 128 bits keep the text short, and two states never get the same one by chance.
     return hashlib.sha256(json.dumps(list(sums.items())).encode()).hexdigest()[:32]
 
 

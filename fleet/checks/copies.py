@@ -1,4 +1,7 @@
-"""Copies: what several workers hold as copies is the same on them while a job trains; see fleet/checks/README.md."""
+"""Copies: parameters, settings and states that workers hold as copies stay equal while a job trains.
+
+See fleet/checks/README.md.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ _ADVICE = (
 
 @dataclass
 class Posted:
-    """What this worker has said and not yet compared.
+    """A digest that this worker has posted and not yet compared.
 
     Attributes:
-        update: after which it was taken.
-        exchanges: how many there had been.
-        names: what its sums are of; ``along_mp``, those that the workers along mp hold alike.
+        update: the update after which it was made.
+        exchanges: the number of exchanges until then.
+        names: the names of its sums; ``along_mp``: those that the workers along mp hold alike.
     """
 
     update: int
@@ -59,14 +62,14 @@ class Copies(Listener):
         self._watched = watched
         self._job = watched.job
         self._updates = 0
-        self._due = 1  # the update after which the next digest is taken
+        self._due = 1  # the update after which the next digest is made
         self._equal_after = 0  # the last update after which all copies were equal
         self._only_counts = False
         self._posted: Posted | None = None
         self._old: list[int] = []  # updates whose posts are in the store
         self._has_warned = False
-        self._unlike = ""  # in what the devices of the workers differ
-        self._buffers: dict[WrappedModel, dict[str, str]] = {}  # those that are worker 0's everywhere
+        self._unlike = ""  # the difference between the devices of the workers, in words
+        self._buffers: dict[WrappedModel, dict[str, str]] = {}  # the buffers that all workers have
 
     def model_wrapped(self, model: WrappedModel) -> None:
         """Notes the buffers that every worker has."""
@@ -106,6 +109,7 @@ class Copies(Listener):
                 return
             if self._posted is not None:
                 self._compare(self._posted)
+        # The first updates one by one, later at multiples of ``every``: all workers post after the same updates.
         every = self._job.options["check_every"]
         if every and self._posted is None and self._updates >= self._due:
             self._due = self._updates + 1 if self._updates < _FIRST else (self._updates // every + 1) * every
@@ -128,9 +132,10 @@ class Copies(Listener):
         roll_call = self._job.roll_call
         assert roll_call is not None
         update = self._updates
-        (tensors, whole), settings = self._copies(), self._settings()
+        tensors, whole = self._copies()
+        settings = self._settings()
         sums: dict[str, Any] = settings | checksums(tensors)
-        # Without sync_param nothing keeps what is whole along mp equal to the bit.
+        # Without sync_param nothing keeps undivided parameters equal to the bit along mp.
         along_mp = [*settings, *(whole if self._job.options["hybrid_configs"].mp_configs.sync_param else ())]
         said: dict[str, Any] = {
             "digest": digest(sums),
@@ -145,12 +150,13 @@ class Copies(Listener):
             roll_call.post(f"copies/{old}", "")
             roll_call.post(f"copies/{old}/sums", "")
         self._old = [*self._old[-1:], update]
+        # The sums first: a worker that reads the digests may read the sums at once.
         roll_call.post(f"copies/{update}/sums", json.dumps([_short(value) for value in sums.values()]))
         roll_call.post(f"copies/{update}", json.dumps(said))
         self._posted = Posted(update, self._exchanges(), list(sums), along_mp)
 
     def _copies(self) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns what every worker along ``COPY_AXES`` holds alike, and what of it is whole along mp, by name."""
+        """Returns the tensors that workers along ``COPY_AXES`` hold alike, and the names of those undivided over mp."""
         found: dict[str, Tensor] = {}
         whole: list[str] = []
         if self._watched.trains_locally:
@@ -180,7 +186,7 @@ class Copies(Listener):
         return f" of optimizer {number}" if number else ""
 
     def _device(self) -> list[str]:
-        """Returns what rounding depends on."""
+        """Returns the properties of this worker on which rounding depends."""
         device = self._job.device
         on_gpu = device.type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability()
@@ -191,9 +197,11 @@ class Copies(Listener):
         """Raises ConfigError where the digests of ``posted.update`` differ; ``is_over``: all workers have posted."""
         if is_over and self._job.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # until here the exchange may only be queued
-        axes, update = self._job.axes, posted.update
+        axes = self._job.axes
+        update = posted.update
         same_rows: list[dict[str, Any]] = []
-        copies, parts = axes.ranks(*COPY_AXES), axes.ranks("mp")
+        copies = axes.ranks(*COPY_AXES)
+        parts = axes.ranks("mp")
         for kind, ranks, names in (("digest", copies, posted.names), ("along mp", parts, posted.along_mp)):
             rows = self._read(f"copies/{update}", ranks)
             if not rows:
@@ -279,7 +287,7 @@ def _signs_on(device: torch.device) -> Tensor:
 
 
 def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
-    """Returns about how far apart the tensors of two sketches are, as a share of their norm."""
+    """Returns the approximate distance between the tensors of two sketches, as a share of their norm."""
     squares = [(a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)]
     return float((sum(squares) / max(len(squares), 1)) ** 0.5 / max(one[0], 1e-30))
 
@@ -298,4 +306,5 @@ def _layout(model: WrappedModel) -> dict[str, str]:
 
 
 def _short(value: Any) -> Any:
+    # Enough to tell values apart, in half the bytes; digests compare all bits.
     return value % (1 << 32) if isinstance(value, int) else value

@@ -3,22 +3,21 @@
 [Note: Who may differ]
 With data parallel every worker has the same parameters and optimizer state. With sharding each has its shard, and
 with localsgd its own values between two averages: there the check is only whether all workers loaded a state, or some.
-With tensor parallelism or a pipeline a worker is compared with its peers, which hold the same part of the model; what
-is not divided must also be equal along mp, and what is divided must not be.
+With tensor parallelism or a pipeline a worker is compared with its peers, which hold the same part of the model;
+undivided parameters must also be equal along mp, and the parts of divided parameters must differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fleet.checks.comparison import digest, listed_ranks
-from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
+from fleet.checks.comparison import digest, first_difference, listed_ranks
 from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched
 from fleet.errors import ConfigError
-from fleet.job.axes import COPY_AXES, MODEL_AXES
+from fleet.job.axes import COPY_AXES, MODEL_AXES, Axes
 from fleet.job.listener import Listener
 from fleet.job.whereabouts import named
 from fleet.job.wrapped_model import WrappedModel
@@ -28,7 +27,10 @@ _EVERY_WORKER = "Let every worker load the state, or call model.load_full_state_
 
 
 class EqualStates(Listener):
-    """Compares the states of what is ``watched``, at the beginning and after a load; see [Note: Who may differ]."""
+    """Compares ``watched`` models and optimizers at the start and after a load; see [Note: Who may differ].
+
+    Every worker comes to the same decision, for each has the reports of all.
+    """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -44,12 +46,12 @@ class EqualStates(Listener):
 
     def _compare_model(self, watch: ModelWatch) -> None:
         """Ensures that all workers start from one state, at the first forward and after a state was loaded."""
-        is_first, watch.is_compared = not watch.is_compared, True
-        place, watch.loaded_at = watch.loaded_at, ""
+        is_first, place = _begin_comparison(watch)
         sums = watch.sums()
         divides = self._job.axes.size(*MODEL_AXES) > 1  # then some stages may have changed
+        # With local training the next average makes the workers equal, or discards a loaded state.
         if not is_first and (self._watched.trains_locally or (digest(sums) == watch.before and not divides)):
-            return  # the next average makes the workers equal, or discards what was loaded in between
+            return
         job = self._job
         wrote = watch.was_written() if is_first else True
         found = self._compare(
@@ -85,8 +87,7 @@ class EqualStates(Listener):
 
     def compare_optimizer(self, watch: OptimizerWatch) -> None:
         """Raises ConfigError where the workers step with different optimizers."""
-        is_first, watch.is_compared = not watch.is_compared, True
-        place, watch.loaded_at = watch.loaded_at, ""
+        is_first, place = _begin_comparison(watch)
         sums = watch.sums()
         number = list(self._watched.optimizers.values()).index(watch)
         found = self._compare(
@@ -117,7 +118,8 @@ class EqualStates(Listener):
 
     def _check_mesh(self, watch: ModelWatch, sums: dict[str, Any]) -> None:
         """Raises ConfigError where workers that hold different parts of the model do not hold one model together."""
-        axes, said = self._job.axes, self._watched.said
+        axes = self._job.axes
+        said = self._watched.said
         if axes.size(*MODEL_AXES) == 1 or not said:
             return
         wrote, others = writers(said, axes)
@@ -168,3 +170,48 @@ class EqualStates(Listener):
     def _differ(self, said: list[Any]) -> bool:
         """Returns whether workers that hold the same part of the model, anywhere on the mesh, differ."""
         return bool(group_that_differs(said, self._job.axes, "digest", *COPY_AXES))
+
+
+def _begin_comparison(watch: ModelWatch | OptimizerWatch) -> tuple[bool, str]:
+    """Marks ``watch`` as compared; returns whether this is the first time, and the line that loaded a state."""
+    begun = (not watch.is_compared, watch.loaded_at)
+    watch.is_compared = True
+    watch.loaded_at = ""
+    return begun
+
+
+def group_that_differs(said: Sequence[Any], axes: Axes, key: str, *along: str) -> tuple[int, ...]:
+    """Returns the first group ``along`` these axes whose workers say different values of ``key``; else ``()``.
+
+    Example:
+        >>> said = [{"sum": 1}, {"sum": 1}, {"sum": 2}, {"sum": 3}]
+        >>> group_that_differs(said, Axes({"dp": 2, "mp": 2}, 0), "sum", "mp")
+        (2, 3)
+    """
+    for group in axes.all_ranks(*along):
+        if len({said[rank][key] for rank in group if said[rank] is not None}) > 1:
+            return group
+    return ()
+
+
+def name_that_differs(rows: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[int]]) -> tuple[str, list[int]]:
+    """Returns the first name for which workers of one of ``groups`` hold different values, and that group."""
+    for group in groups:
+        if name := first_difference([rows[rank] for rank in group]):
+            return name, list(group)
+    return "", list(groups[0])
+
+
+def writers(said: Sequence[Any], axes: Axes) -> tuple[list[int], list[int]]:
+    """Returns the workers of the copy groups in which some worker wrote, and the other workers."""
+    wrote = [group for group in axes.all_ranks(*COPY_AXES) if any(said[rank]["wrote"] for rank in group)]
+    ranks = sorted(rank for group in wrote for rank in group)
+    return ranks, [rank for rank in range(len(said)) if rank not in ranks]
+
+
+def same_parts(said: Sequence[Any], axes: Axes, *along: str) -> Iterator[tuple[int, ...]]:
+    """Yields the groups ``along`` these axes whose workers hold equal parts, which must be different."""
+    for group in axes.all_ranks(*along):
+        found = {said[rank]["parts"] for rank in group}
+        if len(group) > 1 and len(found) == 1 and "" not in found:
+            yield group

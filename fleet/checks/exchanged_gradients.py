@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -12,6 +13,7 @@ from fleet.checks.watched import ModelWatch, OptimizerWatch, Watched, arrivals_o
 from fleet.errors import ConfigError
 from fleet.job.listener import Listener
 from fleet.strategies._shared.experts import is_expert
+from fleet.strategies._shared.parts import is_part, local
 from fleet.strategies.amp.amp_model import AmpModel
 
 
@@ -19,7 +21,7 @@ class ExchangedGradients(Listener):
     """Looks at the gradients of each step; those of a step with a closure afterwards.
 
     Args:
-        watched: what is trained.
+        watched: the models and optimizers.
         compare_optimizer: raises where the workers step with different optimizers.
     """
 
@@ -35,10 +37,11 @@ class ExchangedGradients(Listener):
             self._check_step(watch)
 
     def after_update(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Looks at the passes that a closure has run, and notes what the step leaves behind."""
+        """Looks at the passes that a closure has run, and marks the gradients that the step leaves behind."""
         watch = self._watched.stepped(optimizer)
         if watch is None:
             return
+        # The gradients of a closure exist only once the update has run it.
         if has_closure:
             self._check_step(watch)
         watch.note_step()
@@ -83,10 +86,10 @@ class ExchangedGradients(Listener):
         apart: dict[str, Tensor] = {}
         for model, count in zip(now, counts, strict=True):
             if model.is_divided or len(self._watched.peers) == 1:
-                continue  # nobody's gradients are to be like these
+                continue  # no other worker has gradients that should equal these
             gradients = {name: p.grad for name, p in model.named.items() if p.grad is not None}
             kept = {n: g for n, g in gradients.items() if not count or n in local}
-            apart |= {n: g for n, g in kept.items() if not (g.is_sparse or is_expert(model.named[n]))}
+            apart |= {n: g for n, g in kept.items() if not (g.is_sparse or is_part(g) or is_expert(model.named[n]))}
         number = list(self._watched.optimizers.values()).index(watch)
         said = {"counts": list(seen), "sums": checksums(apart)}
         found = self._watched.gather(f"a step of optimizer {number}", said, perhaps_alone=True)
@@ -98,6 +101,13 @@ class ExchangedGradients(Listener):
                 "Call step() on every worker after the same backward pass, even when one worker's batch is bad."
             ) from self._watched.absence
         if name := first_difference([row["sums"] for row in found]):
+            if torch._C._current_graph_task_id() != -1:
+                raise ConfigError(
+                    f"step() ran inside backward(), as in a hook of register_post_accumulate_grad_hook(), with a "
+                    f"gradient of {name!r} that the workers have not exchanged yet: they exchange until backward() "
+                    "ends. Call step() after loss.backward(); or set strategy.sharding and sharding_configs['stage'] "
+                    "to 2, which exchanges a gradient before such a hook gets it."
+                )
             raise ConfigError(
                 f"step() got a gradient of {name!r} that differs between the workers: no backward pass of the "
                 "wrapped model has exchanged what was added to it last. Gradients that torch.autograd.grad returns, "
@@ -106,9 +116,9 @@ class ExchangedGradients(Listener):
             )
 
     def _local(self, watch: OptimizerWatch) -> list[str]:
-        """Returns the parameters whose gradients hold something that came after the last exchange.
+        """Returns the parameters to whose gradients something was added after the last exchange.
 
-        Raises ConfigError where it is inside a sharded model, and no step could use it.
+        Raises ConfigError where it was added inside a sharded model, and no step could use it.
         """
         if any(model.is_divided and model.model._passes.has_local for model in watch.models):
             raise ConfigError(
@@ -116,6 +126,7 @@ class ExchangedGradients(Listener):
                 "under no_sync(). Run the last one before step() outside it."
             )
         arrivals = arrivals_of(self._watched.models.values())
+        # Most steps end here, without a walk over all parameters.
         if not any(one.local for one in arrivals):
             return []
         held = {id(p) for p in watch.optimizer.parameters()}
@@ -129,7 +140,7 @@ class ExchangedGradients(Listener):
 
     def _check_strangers(self, watch: OptimizerWatch) -> None:
         if self._watched.trains_locally:
-            return  # it averages what the optimizer holds
+            return  # the average covers all parameters of the optimizer
         strays = [name for name, p in watch.strangers.items() if p.grad is not None and bool(p.grad.any())]
         if strays:
             raise ConfigError(
@@ -146,11 +157,12 @@ class ExchangedGradients(Listener):
     def _check_forward(self, model: ModelWatch, watch: OptimizerWatch) -> None:
         if model.model._chain is model.model.module or watch.has_only_old_gradients():
             return  # nothing wraps the module that a direct call could bypass, or the loop steps twice
+        # A parameter shared with a model that did run has its gradient from there.
         ran = (other for other, used in watch.models.items() if other.used != used)
         elsewhere = {id(p) for other in ran for p in other.model.parameters()}
         held = {id(p) for p in watch.optimizer.parameters()} - elsewhere
         for name, parameter in model.named.items():
-            if id(parameter) in held and parameter.grad is not None and bool(parameter.grad.any()):
+            if id(parameter) in held and parameter.grad is not None and bool(local(parameter.grad).any()):
                 raise ConfigError(
                     f"step() got a gradient of {name!r}, and the model that distributed_model() returned has "
                     "not run since the last step: the gradient came through the plain module, bypassing "

@@ -18,8 +18,8 @@ from fleet.job.listener import Listener
 from fleet.job.whereabouts import named, user_line
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.passes import forwards_behind
+from fleet.strategies._shared.backward_calls import watch_losses
 from fleet.strategies._shared.exchanged_texts import gather_texts
-from fleet.strategies._shared.loss_value import watch_losses
 
 _FIRST = 3  # updates that are preceded by a comparison from the start
 # Workers of one copy compute a loss from the same numbers in the same order; unlike kernels round otherwise.
@@ -30,7 +30,7 @@ class OneLoss(Listener):
     """Compares, before the first updates of each optimizer and every ``check_every``, the losses that led to it.
 
     Only a worker of the last pipeline stage has a loss. Backward notes it, and the workers compare at the step, which
-    all of them make; a loop in which one of them calls no backward is told so there.
+    all of them make, also a worker that has called no backward.
 
     Args:
         job: the workers, and where they stand.
@@ -64,12 +64,12 @@ class OneLoss(Listener):
             self._compare(optimizer)
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Stops watching backward."""
         if self._stop is not None:
             self._stop()
 
     def _note(self, loss: Tensor, gradient: Tensor | None) -> None:
-        numbers = list(self._updates.values()) or [0]  # of the updates to come
+        numbers = list(self._updates.values()) or [0]  # of the updates to come, by optimizer
         due = any(is_checked(number, self._every) for number in numbers)
         if not due or loss.grad_fn is None or not forwards_behind(loss):  # another model is the script's own affair
             return
@@ -79,7 +79,9 @@ class OneLoss(Listener):
         self._line = user_line()
 
     def _compare(self, optimizer: Optimizer) -> None:
-        number, losses, axes = self._updates.get(optimizer, 0), self._losses, self._job.axes
+        number = self._updates.get(optimizer, 0)
+        losses = self._losses
+        axes = self._job.axes
         self._updates[optimizer] = number + 1
         self._losses = []
         group = axes.group(*LOSS_AXES) if is_checked(number, self._every) else None
@@ -116,7 +118,7 @@ def are_one(rows: Sequence[Sequence[tuple[float, float]]]) -> bool:
 
 
 def different_losses(said: Sequence[tuple[str, Sequence[float]]], ranks: Sequence[int], axes: Axes) -> str:
-    """Returns what to say of ``ranks``, each of which ``said`` its last line with backward and its losses."""
+    """Returns the message about ``ranks``, which each ``said`` their last line with backward and their losses."""
     numbers = {len(losses) for _, losses in said}
     if len(numbers) > 1:
         found = [f"{len(losses)} losses" for _, losses in said]
@@ -130,9 +132,9 @@ def different_losses(said: Sequence[tuple[str, Sequence[float]]], ranks: Sequenc
     advice = []
     if (parts := axes.size(*SEQUENCE_AXES)) > 1:
         advice.append(
-            "Along sep and cp write each term of the loss as fleet.meta_parallel.sequence_mean(sum over the own "
-            f"tokens, number of own tokens). A mean over own tokens has gradients that are {parts} times too large; a "
-            "sum divided by the tokens of the whole sequence is a part of the loss: give the sum to sequence_mean()."
+            "Along sep and cp write each term of the loss as fleet.mean(sum over the own tokens, number of own "
+            f"tokens). A mean over own tokens has gradients that are {parts} times too large; a sum divided by the "
+            "tokens of the whole sequence is a part of the loss: give the sum to fleet.mean()."
         )
     if axes.size("mp") > 1:
         advice.append(

@@ -1,4 +1,4 @@
-"""OwnDraws: random numbers that a loop draws for different rows are different ones on each replica."""
+"""OwnDraws: a loop draws different random numbers on each replica, for their rows differ."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fleet.job.wrapped_model import WrappedModel
 class OwnDraws(Listener):
     """Compares the generators of the replicas once the loop has drawn from them, and warns where they are equal.
 
-    The loop draws between a batch and the end of its forward. What the DataLoader itself draws does not count. A loop
-    without one may draw the rows of all workers alike and take its own: before its forward, draws count only where
-    the inputs are the same too.
+    The loop draws between a batch and the end of its forward. Draws of the DataLoader itself do not count. A loop
+    without a DataLoader may draw the rows of all workers alike and use its own: before its forward, draws count only
+    where the inputs are the same too.
 
     Args:
         job: the workers, and where they stand.
@@ -87,6 +87,7 @@ class OwnDraws(Listener):
             self._draws.say(now + self._rows if draws_rows else now)
 
     def _state(self) -> str:
+        # Both generators: a mask of dropout on a GPU comes from the GPU's. A stream that is captured must not be read.
         states = [torch.get_rng_state()]
         if self._job.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             states.append(torch.cuda.get_rng_state(self._job.device))

@@ -1,4 +1,4 @@
-"""OwnRows: each replica trains on rows of its own, in another order in each epoch, and steps."""
+"""OwnRows: each replica trains on other rows than the rest, in a new order in each epoch, and steps."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class OwnRows(Listener):
 
     def batch_given(self, batches: Any, batch: Any) -> None:
         """Notes the loop, and until rows were compared its batch."""
+        # An iterator that gives its first batch begins a loop; a script may hold several at once.
         if batches._num_yielded == 1:
             self._loops[batches] = self._begin(id(batches._dataset), batches._index_sampler)
         self._loop = self._loops.get(batches)

@@ -1,4 +1,4 @@
-"""RawSteps: a script steps the optimizer that Fleet returned, not the one inside, nor one that Fleet has not seen."""
+"""RawSteps: a script steps the optimizer that Fleet returned, not the user's inside it, nor one unknown to Fleet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RawSteps(Listener):
         self._look()
 
     def close(self) -> None:
-        """Looks no longer."""
+        """Stops looking at steps."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -49,6 +49,7 @@ class RawSteps(Listener):
 
     def check_raw_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         """Runs before every step of an optimizer; raises ConfigError where the wrapped one should have stepped."""
+        # Steps inside a step of Fleet's, and of its wrappers, are in order.
         if self._job.updating or isinstance(optimizer, OptimizerWrapper):
             return
         if not self._job.collective:
@@ -70,7 +71,7 @@ class RawSteps(Listener):
             )
 
     def _check_step_past_servers(self, optimizer: Optimizer) -> None:
-        """Raises ConfigError where ``optimizer`` trains what the servers hold, or what no other worker would see."""
+        """Raises ConfigError where ``optimizer`` trains parameters of the servers, or for this worker alone."""
         job = self._job
         if not job.is_between_served_steps():
             return

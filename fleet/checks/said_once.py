@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from fleet.job.job import Job
 from fleet.job.whereabouts import user_line
 
-_LOOKS = 20  # at what the others have said; in lockstep the first finds all of it
+_LOOKS = 20  # steps at which worker 0 looks for the others' words; in lockstep the first look finds all of them
 
 
 class SaidOnce:
-    """What the workers of ``job`` say once about ``topic``: before a pass exchanges, so that all have at the step.
+    """One word of each worker of ``job`` about ``topic``, said before a pass exchanges, so that all have at the step.
 
     Attributes:
         line: where this worker said it.
@@ -32,10 +32,11 @@ class SaidOnce:
             self._job.roll_call.post(self._topic, text)
 
     def heard(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns, at one step of worker 0, what all of ``ranks`` have said; before and after it nothing."""
+        """Returns the words of all ``ranks``, at one step of worker 0; before and after it nothing."""
         roll_call = self._job.roll_call
         if self.is_over:
             return {}
+        # All workers count their looks, so that they stop at one step; only worker 0 speaks.
         self._left -= 1
         found = roll_call.posted(self._topic, ranks) if self.line and roll_call is not None else {}
         self.is_over = bool(found) or not self._left

@@ -1,4 +1,4 @@
-"""Compares what must be the same on every worker before anything is exchanged: the options, and the model."""
+"""Compares options and models, which must be the same on every worker, before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fleet._version import __version__
 from fleet.checks.comparison import ranks_by
+from fleet.common.version import __version__
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
 from fleet.job.job import Job

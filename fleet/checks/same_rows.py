@@ -32,7 +32,7 @@ class SameRows(Listener):
 
     Args:
         job: the workers, and where they stand.
-        batches: how many batches of a model are compared.
+        batches: the number of batches of a model to compare.
     """
 
     def __init__(self, job: Job, batches: int = _BATCHES) -> None:
@@ -64,6 +64,7 @@ def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
         return
     texts = gather_texts(json.dumps(digests(data)), group, device)
     said = dict(zip(axes.ranks(*MODEL_AXES), map(json.loads, texts), strict=True))
+    # In the order of the ranks, so that every worker names the same first difference.
     for place in dict.fromkeys(place for found in said.values() for place in found):
         by_digest = ranks_by({rank: found[place] for rank, found in said.items() if place in found})
         if len(by_digest) > 1:
@@ -71,7 +72,7 @@ def check_rows(data: Any, call: str, axes: Axes, device: torch.device) -> None:
 
 
 class Attended:
-    """The calls of one attention by one group of workers: how many there were, and the shapes of the last one."""
+    """The calls of one attention by one group of workers: their number, and the shapes of the last."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -85,14 +86,13 @@ class SameSequences(Listener):
 
     Args:
         job: the workers, and where they stand.
-        forwards: how many forwards are preceded by a comparison.
     """
 
-    def __init__(self, job: Job, forwards: int = _BATCHES) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._axes = job.axes
         self._device = job.device
-        self._left = forwards if job.axes.size(*SEQUENCE_AXES) > 1 else 0
+        self._left = _BATCHES if job.axes.size(*SEQUENCE_AXES) > 1 else 0
         self._noted: set[str] = set()
         self._looks = True
         self._attended: dict[tuple[str, tuple[int, ...]], Attended] = {}
@@ -105,6 +105,7 @@ class SameSequences(Listener):
 
     def note(self, tensor: Tensor) -> None:
         """Remembers the whole rows ``tensor`` until the next forward; called where a worker takes its tokens."""
+        # Under torch.compile the tensor has no values yet.
         if self._left and not torch.compiler.is_compiling():
             self._noted.update(digests([tensor]).values())
 
@@ -143,6 +144,8 @@ class SameSequences(Listener):
             "cut them with fleet.meta_parallel.split_inputs_sequence_dim()."
         )
         try:
+            # The number of the call is a part of the meeting: workers whose shapes changed at different calls do not
+            # meet, and get the error below in place of a comparison of two calls.
             texts = self._job.roll_call.meet_some(ranks, seen.calls, call, json.dumps(shapes))
         except RendezvousError as error:
             raise ConfigError(
@@ -157,6 +160,7 @@ class SameSequences(Listener):
         """Warns where the first ``queries`` of an attention are the same on all of ``group``; a collective call."""
         if not self._looks or torch.compiler.is_compiling():
             return
+        # Once: the look waits for the device and exchanges a message.
         self._looks = False
         texts = gather_texts(json.dumps(digests([queries])), group, self._device)
         if len(set(texts)) == 1 and not torch.equal(queries, queries[:, :1].expand_as(queries)):

@@ -25,7 +25,7 @@ from fleet.strategies._gradients.arrivals import Arrivals
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, wrapper_in
 from fleet.strategies._shared.parameter_layout import layouts_of
-from fleet.strategies._shared.parts import is_part, local
+from fleet.strategies._shared.parts import is_part, local, rows_of
 from fleet.strategies.sharding.owners import PartitionedOptimizer
 
 _TRAINS = attrgetter("requires_grad")
@@ -34,7 +34,7 @@ _LEFT = "fleet_left"  # the version of a gradient that a step has left behind
 
 
 class LoadNote:
-    """A hook that records where a state is loaded, and what was there before; its copies and pickles do nothing."""
+    """A hook that records where a state is loaded, and a digest of the state before; copies and pickles do nothing."""
 
     def __init__(self, watch: ModelWatch | OptimizerWatch) -> None:
         self._watch = watch
@@ -42,11 +42,14 @@ class LoadNote:
     def __call__(self, *_: Any) -> None:
         """Runs before the state is loaded."""
         watch = self._watch
+        # The first of several loads counts: only the state before it was compared.
         if not watch.loaded_at:
-            watch.loaded_at, watch.before = user_line(), digest(watch.sums())
+            watch.loaded_at = user_line()
+            watch.before = digest(watch.sums())
 
     def __reduce__(self) -> Any:
-        return functools.partial, (sys.audit, "fleet.load")  # it takes any arguments, and every Python has it
+        # torch pickles a module with its hooks. A copy elsewhere needs a callable that exists without Fleet.
+        return functools.partial, (sys.audit, "fleet.load")
 
 
 class ModelWatch:
@@ -54,12 +57,14 @@ class ModelWatch:
 
     Attributes:
         forwards: forwards with gradients recorded.
-        loaded_at: the line that loaded a state since the last comparison, and ``before`` a digest of what was there.
+        loaded_at: the line that loaded a state since the last comparison; ``before``: a digest of the state before it.
         exchanged: the parameters that trained when the workers last agreed on them.
     """
 
     def __init__(self, model: WrappedModel, registered: int) -> None:
-        self.model, self.forwards, self.is_compared = model, 0, False
+        self.model = model
+        self.forwards = 0
+        self.is_compared = False
         self.loaded_at = self.before = ""
         self.note_parameters(registered)
         self.exchanged = self.trained_names
@@ -69,7 +74,7 @@ class ModelWatch:
 
     @property
     def used(self) -> int:
-        """How often the wrapped model ran, and how many backward passes came through it."""
+        """The number of forwards of the wrapped model and of backward passes through it."""
         return self.forwards + self.model._passes.begun
 
     @property
@@ -118,7 +123,7 @@ class ModelWatch:
         return ""
 
     def sums(self) -> dict[str, int]:
-        """Returns a checksum of each parameter, and of a sharded one where all workers have shards of one size."""
+        """Returns a checksum of each parameter; sharded parameters only if all workers have shards of one size."""
         held = {name: p for name, p in self.named.items() if not is_expert(p)}
         return checksums({name: p for name, p in held.items() if not is_part(p) or _is_even(p)})
 
@@ -128,7 +133,7 @@ class ModelWatch:
         return {name: value for name, value in sums.items() if name not in layouts}
 
     def digests(self, sums: Mapping[str, int]) -> dict[str, str]:
-        """Returns digests of what is whole along mp, and of the parts, an empty text where these are constant."""
+        """Returns digests of the undivided parameters along mp, and of the parts, empty where these are constant."""
         layouts = layouts_of(self.model.module)
         parts = {name: value for name, value in sums.items() if name in layouts}
         flat = (local(self.named[name].detach()).flatten() for name in parts)
@@ -142,6 +147,7 @@ class ModelWatch:
 
     def was_written(self) -> bool:
         """Returns whether something other than a step has changed a parameter before the first comparison."""
+        # A write that no load hook hears of, such as copy_(), still counts up the tensor's version.
         return bool(self.loaded_at) or any(p._version != self.versions.get(name) for name, p in self.named.items())
 
 
@@ -150,10 +156,10 @@ class OptimizerWatch:
 
     Attributes:
         strangers: parameters that belong to no wrapped model, under a name for messages.
-        models: the wrapped models that it trains, with how often they were used until its last step.
-        exchanged: how often they had exchanged gradients at its last update.
-        agreed: what the workers have compared so far: the numbers of exchanges between two updates, and the parameters
-            whose gradients hold something that came after the last one.
+        models: the wrapped models that it trains, with the number of uses until its last step.
+        exchanged: the number of exchanges of their gradients until its last update.
+        agreed: the states before a step that the workers have compared: the numbers of exchanges between two updates,
+            and the parameters to whose gradients something was added after the last exchange.
     """
 
     def __init__(self, optimizer: OptimizerWrapper, user_optimizer: Optimizer) -> None:
@@ -171,9 +177,10 @@ class OptimizerWatch:
             self.handles.append(user_optimizer.register_load_state_dict_pre_hook(LoadNote(self)))
 
     def look(self, watches: Sequence[ModelWatch], registered: int) -> None:
-        """Finds out what the optimizer trains, if anything may have changed."""
+        """Notes the models and strangers that the optimizer trains, if anything may have changed."""
         groups = self.optimizer.param_groups
         seen = (len(watches), registered, *(len(group["params"]) for group in groups))
+        # This runs at every step: the walk over all parameters is left out while the counts stay the same.
         if seen == self.seen:
             return
         self.seen = seen
@@ -192,7 +199,8 @@ class OptimizerWatch:
         return first is not None and vars(first).get(_LEFT) == first._version
 
     def note_step(self) -> None:
-        """Marks what a step leaves behind: a reference would hold a bucket, or keep torch from converting a layer."""
+        """Marks a gradient that a step leaves behind."""
+        # A mark on the gradient: a reference would hold a bucket, or keep torch from converting a layer.
         if (first := self._first_gradient()) is not None:
             vars(first)[_LEFT] = first._version
 
@@ -204,7 +212,7 @@ class OptimizerWatch:
     def is_divided(self) -> bool:
         """Whether each worker has a shard of the state."""
         return wrapper_in(self.optimizer, PartitionedOptimizer) is not None or any(
-            map(is_part, self.optimizer.parameters())
+            is_part(rows_of(p)) for p in self.optimizer.parameters()
         )
 
     def settings(self) -> dict[str, str]:
@@ -237,9 +245,9 @@ class Watched(Listener):
     """The models and optimizers of ``job`` that the checks watch.
 
     Attributes:
-        registered: how many parameters and submodules modules have registered so far.
+        registered: the number of parameters and submodules that modules have registered so far.
         compares: whether the workers compare with each other.
-        said: what all workers said last; empty when one was absent.
+        said: the latest entries of all workers; empty when one was absent.
         absence: the error about a worker that was absent last.
     """
 
@@ -273,6 +281,7 @@ class Watched(Listener):
         """Removes the hooks from the user's ``optimizer``."""
         for watch in self.optimizers.values():
             if watch.user_optimizer is optimizer:
+                # Emptied, because close() comes here again for optimizers that are unwrapped already.
                 while watch.handles:
                     watch.handles.pop().remove()
 
@@ -315,8 +324,8 @@ class Watched(Listener):
     def gather(self, subject: str, said: Any, perhaps_alone: bool = False) -> list[Any]:
         """Returns each worker's entry about ``subject``; ``None`` for a worker that does not post one.
 
-        A worker that is no peer counts as saying what this one says. Raises RendezvousError for an absent worker unless
-        ``perhaps_alone``.
+        The entry of a worker that is no peer is replaced by this worker's. Raises RendezvousError for an absent worker
+        unless ``perhaps_alone``.
         """
         job = self.job
         roll_call = job.roll_call
@@ -324,7 +333,8 @@ class Watched(Listener):
         job.beat(pause=True)  # the others may arrive late
         try:
             self.said = [json.loads(text) for text in roll_call.meet(subject, json.dumps(said))]
-            mine, peers = self.said[job.global_rank], self.peers
+            mine = self.said[job.global_rank]
+            peers = self.peers
             return [other if rank in peers else mine for rank, other in enumerate(self.said)]
         except RendezvousError as error:
             if not perhaps_alone:
@@ -345,6 +355,7 @@ class Watched(Listener):
         return list(self.models.values()).index(watch)
 
     def _count_registrations(self) -> None:
+        # torch's global hooks: they hear of every module, so an unchanged count means unchanged models.
         if not self._handles:
             self._handles = [
                 torch_modules.register_module_parameter_registration_hook(self._count),
@@ -356,10 +367,10 @@ class Watched(Listener):
 
 
 def arrivals_of(models: Iterable[ModelWatch]) -> list[Arrivals]:
-    """Returns what watches the gradients of data-parallel ``models``."""
-    return [found for model in models if (found := model.model._passes.arrivals) is not None]
+    """Returns the objects that watch the gradients of data-parallel ``models``."""
+    return [found for model in models if (found := model.model._passes.local_gradients) is not None]
 
 
 def missed(job: Job) -> str:
-    """Returns what a step or a forward misses that goes past the wrapped objects of ``job``."""
+    """Names the strategies that a step or a forward misses when it bypasses the wrapped objects of ``job``."""
     return ", ".join(strategy.name for strategy in job.strategies) or "what the job does at a step"

@@ -10,24 +10,24 @@ Example:
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
-    "Batch": "_batch",
-    "BoxPSDataset": "_unsupported",
-    "DatasetBase": "_base",
-    "DatasetFactory": "_factory",
-    "FileInstantDataset": "_unsupported",
-    "InMemoryDataset": "_in_memory",
-    "KafkaSource": "_kafka",
-    "ParquetDataset": "_parquet",
-    "QueueDataset": "_queue",
-    "Slot": "_slots",
-    "StreamDataset": "_stream",
-    "TreeIndex": "_unsupported",
-    "WorkerGroup": "_workers",
-    "infer_from_dataset": "_training",
-    "train_from_dataset": "_training",
+    "Batch": "batch",
+    "BoxPSDataset": "unsupported",
+    "DatasetBase": "base",
+    "DatasetFactory": "factory",
+    "FileInstantDataset": "unsupported",
+    "InMemoryDataset": "in_memory",
+    "KafkaSource": "kafka",
+    "ParquetDataset": "parquet",
+    "QueueDataset": "queue",
+    "Slot": "slots",
+    "StreamDataset": "stream",
+    "TreeIndex": "unsupported",
+    "WorkerGroup": "workers",
+    "infer_from_dataset": "training",
+    "train_from_dataset": "training",
 }
 
 __all__ = sorted(_HOMES)

@@ -9,21 +9,21 @@ Example:
     >>> dataset.init(batch_size=32, use_var=slots)
 """
 
-from fleet.dataset._base import DatasetBase as DatasetBase
-from fleet.dataset._batch import Batch as Batch
-from fleet.dataset._factory import DatasetFactory as DatasetFactory
-from fleet.dataset._in_memory import InMemoryDataset as InMemoryDataset
-from fleet.dataset._kafka import KafkaSource as KafkaSource
-from fleet.dataset._parquet import ParquetDataset as ParquetDataset
-from fleet.dataset._queue import QueueDataset as QueueDataset
-from fleet.dataset._slots import Slot as Slot
-from fleet.dataset._stream import StreamDataset as StreamDataset
-from fleet.dataset._training import infer_from_dataset as infer_from_dataset
-from fleet.dataset._training import train_from_dataset as train_from_dataset
-from fleet.dataset._unsupported import BoxPSDataset as BoxPSDataset
-from fleet.dataset._unsupported import FileInstantDataset as FileInstantDataset
-from fleet.dataset._unsupported import TreeIndex as TreeIndex
-from fleet.dataset._workers import WorkerGroup as WorkerGroup
+from fleet.dataset.base import DatasetBase as DatasetBase
+from fleet.dataset.batch import Batch as Batch
+from fleet.dataset.factory import DatasetFactory as DatasetFactory
+from fleet.dataset.in_memory import InMemoryDataset as InMemoryDataset
+from fleet.dataset.kafka import KafkaSource as KafkaSource
+from fleet.dataset.parquet import ParquetDataset as ParquetDataset
+from fleet.dataset.queue import QueueDataset as QueueDataset
+from fleet.dataset.slots import Slot as Slot
+from fleet.dataset.stream import StreamDataset as StreamDataset
+from fleet.dataset.training import infer_from_dataset as infer_from_dataset
+from fleet.dataset.training import train_from_dataset as train_from_dataset
+from fleet.dataset.unsupported import BoxPSDataset as BoxPSDataset
+from fleet.dataset.unsupported import FileInstantDataset as FileInstantDataset
+from fleet.dataset.unsupported import TreeIndex as TreeIndex
+from fleet.dataset.workers import WorkerGroup as WorkerGroup
 
 __all__ = [
     "Batch",

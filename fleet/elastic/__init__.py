@@ -11,14 +11,14 @@ Example:
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
-    "Checkpoint": "fleet.elastic._checkpoint",
-    "ElasticSampler": "fleet.elastic._sampler",
+    "Checkpoint": "fleet.elastic.checkpoint",
+    "ElasticSampler": "fleet.elastic.sampler",
     "PREEMPTED": "fleet.launch.processes.worker_file",
-    "keep_global_batch": "fleet.elastic._resize",
-    "scale_lr": "fleet.elastic._resize",
+    "keep_global_batch": "fleet.elastic.resize",
+    "scale_lr": "fleet.elastic.resize",
 }
 
 __all__ = sorted(_HOMES)

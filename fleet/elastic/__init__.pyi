@@ -10,10 +10,10 @@ Example:
     False
 """
 
-from fleet.elastic._checkpoint import Checkpoint as Checkpoint
-from fleet.elastic._resize import keep_global_batch as keep_global_batch
-from fleet.elastic._resize import scale_lr as scale_lr
-from fleet.elastic._sampler import ElasticSampler as ElasticSampler
+from fleet.elastic.checkpoint import Checkpoint as Checkpoint
+from fleet.elastic.resize import keep_global_batch as keep_global_batch
+from fleet.elastic.resize import scale_lr as scale_lr
+from fleet.elastic.sampler import ElasticSampler as ElasticSampler
 from fleet.launch.processes.worker_file import PREEMPTED as PREEMPTED
 
 __all__ = ["Checkpoint", "ElasticSampler", "PREEMPTED", "keep_global_batch", "scale_lr"]

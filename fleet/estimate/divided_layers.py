@@ -25,7 +25,7 @@ class StandInGroup:
         return self._size
 
     def rank(self) -> int:
-        """Returns 0: the estimate is that of the first."""
+        """Returns 0: the estimate describes the first worker."""
         return 0
 
 
@@ -38,7 +38,7 @@ class StandInAxes(Axes):
 
 
 class Silent:
-    """torch.distributed, whose exchanges leave fake tensors as they are."""
+    """torch.distributed, except that its exchanges leave fake tensors as they are."""
 
     def __getattr__(self, name: str) -> Any:
         return _silent(getattr(dist, name))
@@ -74,7 +74,7 @@ def divided_layers(degrees: Mapping[str, int]) -> Iterator[None]:
     """Makes layers that are created inside the context parts of ``degrees['mp']``, and exchanges of fakes silent."""
     before = CurrentJob.axes
     stand_ins: list[tuple[Any, str, Any]] = [(module, "dist", Silent()) for module in (regions, cross_entropy)]
-    stand_ins += [(regions, name, _silent(getattr(regions, name))) for name in ("_all_gather", "_reduce_scatter")]
+    stand_ins += [(regions, name, _silent(getattr(regions, name))) for name in ("gather_into", "sum_scatter_into")]
     if degrees.get("mp", 1) > 1:
         CurrentJob.axes = StandInAxes(degrees, 0)
     try:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fleet._python_file import object_in
+from fleet.common.python_file import object_in
 from fleet.errors import ConfigError, OptionWarning, did_you_mean
 
 _ABOUT = """Prints the memory that one worker takes to train a module: parameters, gradients, optimizer state,

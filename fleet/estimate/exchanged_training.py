@@ -1,7 +1,7 @@
-"""What a worker holds for the exchange with others, replayed on fake tensors: buckets, wire copies, averages.
+"""The memory of the exchange between workers, replayed on fake tensors: buckets, wire copies, averages.
 
-No process group takes part. Each class stands for one way to exchange and repeats what the strategy allocates at
-which moment; the figures were checked against runs with real workers.
+No process group takes part. Each class stands for one way to exchange and repeats the strategy's allocations, each at
+its moment; the figures were checked against runs with real workers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 class Exchange:
-    """What happens beside the user's loop; this one is that of a single worker: nothing.
+    """The exchange beside the user's loop; this base class, for a single worker, exchanges nothing.
 
     Args:
-        tracker: records what is held.
+        tracker: records the memory.
         model: the user's module on fakes.
     """
 
@@ -41,11 +41,11 @@ class Exchange:
                 parameter.register_post_accumulate_grad_hook(self.note_gradient)
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """Says that the gradient of ``parameter``, which was accumulated a moment ago, is one."""
+        """Marks the gradient of ``parameter``, which was accumulated a moment ago."""
         self.tracker.mark([parameter.grad], "gradients")
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Makes ``optimizer`` hold what this worker updates."""
+        """Makes ``optimizer`` hold the parameters that this worker updates."""
 
     def begin_batch(self, is_last: bool) -> None:
         """Notes whether the backward pass of this batch exchanges gradients."""
@@ -64,7 +64,7 @@ class Buckets(Exchange):
     """Data parallel: gradients live in buckets that stay from step to step.
 
     Args:
-        tracker: records what is held.
+        tracker: records the memory.
         model: the user's module.
         wire_dtype: floating type in which float32 gradients cross the wire.
         sparse: dgc sends the largest entries of large gradients and holds the others back.
@@ -72,32 +72,29 @@ class Buckets(Exchange):
     """
 
     def __init__(
-        self,
-        tracker: StorageTracker,
-        model: nn.Module,
-        *,
-        wire_dtype: torch.dtype | None = None,
-        sparse: bool = False,
-        dense_start: bool = False,
-    ) -> None:
+        self, tracker: StorageTracker, model: nn.Module, *, wire_dtype: torch.dtype | None = None,
+        sparse: bool = False, dense_start: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(tracker, model)
         # Gradients of experts are exchanged by their layer, and are in no bucket.
         parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad and not is_expert(p)]
         self._buckets = {p: torch.empty_like(p, requires_grad=False) for p in parameters}
         self._buffers = list(model.buffers())
-        self._wire_dtype, self._sparse, self._dense_start = wire_dtype, sparse, dense_start
+        self._wire_dtype = wire_dtype
+        self._sparse = sparse
+        self._dense_start = dense_start
         self._in_flight: list[Block] = []
         self._is_last = True
         self._held_back = False
         tracker.mark(self._buckets.values(), "gradients")
 
     def begin_batch(self, is_last: bool) -> None:
-        """Takes rank 0's buffers, through one flat copy."""
+        """Receives rank 0's buffers, through one flat copy."""
         self._is_last = is_last
         self.tracker.pass_by(bytes_of(self._buffers), "communication")
 
     def end_backward(self) -> None:
-        """Lets go of the copies that were on the wire."""
+        """Releases the copies that were on the wire."""
         for block in self._in_flight:
             self.tracker.release(block)
         self._in_flight.clear()
@@ -109,7 +106,7 @@ class Buckets(Exchange):
             return
         parameter.grad = self._buckets[parameter]
         if self._sparse and _is_large(parameter):
-            # The magnitudes that the largest are chosen from. Which entries go is a small part beside them.
+            # The magnitudes from which the largest are chosen; the chosen entries are small beside them.
             self.tracker.pass_by(bytes_of([parameter]), "communication")
         elif self._sparse:
             self._in_flight.append(self.tracker.hold(bytes_of([parameter]), "communication"))
@@ -118,7 +115,7 @@ class Buckets(Exchange):
             self._in_flight.append(self.tracker.hold(size, "communication"))
 
     def begin_step(self) -> None:
-        """Holds dgc's momentum and what it did not send; the optimizer does not see those parameters."""
+        """Holds dgc's momentum and unsent gradients; the optimizer does not see those parameters."""
         if not self._sparse:
             return
         large = [p for p in self._buckets if _is_large(p)]
@@ -134,7 +131,7 @@ class SharedUpdate(Buckets):
     """Sharding stage 1: data parallel, and each worker updates the parameters that it owns.
 
     Args:
-        tracker: records what is held.
+        tracker: records the memory.
         model: the user's module.
         degree: number of workers that share one copy of the optimizer state.
         buffer_bytes: bytes of parameters that are in flight at once after an update.
@@ -145,7 +142,9 @@ class SharedUpdate(Buckets):
         self, tracker: StorageTracker, model: nn.Module, degree: int, buffer_bytes: float, expert_degree: int = 1
     ) -> None:
         super().__init__(tracker, model)
-        self._degree, self._expert_degree, self._buffer_bytes = degree, expert_degree, buffer_bytes
+        self._degree = degree
+        self._expert_degree = expert_degree
+        self._buffer_bytes = buffer_bytes
         self._in_flight_bytes = 0
 
     def take_over(self, optimizer: Optimizer) -> None:
@@ -161,7 +160,7 @@ class SharedUpdate(Buckets):
             del optimizer.state[parameter]
 
     def _owned(self, parameters: list[Any], degree: int) -> list[Any]:
-        """Returns what the worker owns that owns most of ``parameters``; notes what their exchange takes."""
+        """Returns the parameters of the worker that owns most of them; keeps the memory of their exchange."""
         owners = plan_owners([p.numel() for p in parameters], degree)
         owned = [[p for p, owner in zip(parameters, owners, strict=True) if owner == r] for r in range(degree)]
         if degree > 1:

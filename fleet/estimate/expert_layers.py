@@ -40,7 +40,7 @@ class StandInJob:
 
 @dataclass
 class StandInSession:
-    """Its session, likewise."""
+    """The session of that job."""
 
     options: Any
     job: StandInJob
@@ -64,11 +64,11 @@ def expert_layers(options: Any, degrees: Mapping[str, int], experts: Mapping[str
 
 
 def expert_remarks(model: nn.Module, degree: int) -> list[str]:
-    """Returns what to know of an estimate of ``model`` with experts; ``degree`` is that of ep."""
+    """Returns the limits of an estimate of ``model`` with experts; ``degree`` is the degree of ep."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     whole = any(layer.world_size != degree for layer in layers)
     head = f"ep {degree}: " if degree > 1 else "MoELayer: "
-    return [head + text for text, said in ((EVENLY, layers), (WHOLE, whole)) if said]
+    return [head + text for text, applies in ((EVENLY, layers), (WHOLE, whole)) if applies]
 
 
 def _counted(gate: BaseGate, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,10 +81,12 @@ def _by_expert(layer: MoELayer, flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _answers(layer: MoELayer, rows: Tensor, sent: Tensor) -> Tensor:
-    group, each = layer._mesh.group, _evenly(len(rows), layer.num_expert)
+    group = layer._mesh.group
+    each = _evenly(len(rows), layer.num_expert)
     if group is None:
         return layer._through_experts(rows, each)
-    sizes, order = _evenly(len(rows), group.size()), torch.arange(len(rows), device=rows.device)
+    sizes = _evenly(len(rows), group.size())
+    order = torch.arange(len(rows), device=rows.device)
     arrived = exchange_rows(rows, sizes, sizes, group)[order]
     answers = layer._through_experts(arrived, each)
     return exchange_rows(answers[order.argsort()], sizes, sizes, group)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fleet.errors import ConfigError, did_you_mean
 from fleet.training.fleet_model import FleetModel
@@ -39,6 +39,7 @@ class Fakes:
     def tensor(self, original: Tensor) -> Tensor:
         """Returns the fake of ``original``: same shape, strides, dtype, and gradient flag, on the device."""
         if id(original) not in self._memo:
+            # With its strides: operations decide by them whether they copy.
             fake: Tensor = torch.empty_strided(
                 original.shape, original.stride(), dtype=original.dtype, device=self._device
             )
@@ -193,17 +194,13 @@ def _is_typed_shape(value: Any) -> bool:
 def mean_of_outputs(output: Any) -> Tensor:
     """Returns the sum of the means of every floating tensor in ``output`` that needs a gradient.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError for an output without such a tensor.
     """
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, output)
-    means = [t.mean() for t in found if t.is_floating_point() and t.requires_grad]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    means = [t.mean() for t in tensors if t.is_floating_point() and t.requires_grad]
     if not means:
         raise ConfigError(
             "estimate_memory(): no floating tensor in what the model returns needs a gradient. Give loss=..., a "
             "function of the model's output, or unfreeze a parameter."
         )
-    total = means[0]
-    for mean in means[1:]:
-        total = total + mean
-    return total
+    return sum(means[1:], start=means[0])

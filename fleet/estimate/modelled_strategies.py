@@ -6,7 +6,7 @@ are replayed. A strategy in none of the lists is named in the result, so a new o
 [Note: Why exchanges are replayed]
 torch's "fake" process group, tried with torch 2.13, does not run them on fake tensors. DistributedDataParallel reads
 the data of tensors in C++ when it is made and when it rebuilds its buckets. fully_shard runs, but frees its parameters
-by resizing storages, which no dispatch mode sees: 336 MiB for ResNet-18 in stage 3, of which 168 are real. Moreover the
+by resizing storages, which no dispatch mode sees: 336 MiB for ResNet-18 in stage 3, where 168 are real. Moreover the
 group copies nothing, as gloo does, torch registers it in ``torch.testing._internal`` only, and it would have to be the
 one default group of a process that may be in a job.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.estimate.divided_training import Divided
+from fleet.estimate.divided_training import Divided, DividedGradients
 from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.job.axes import COPY_AXES, Axes
@@ -59,8 +59,11 @@ class Onlooker:
     divides_gradients = False
 
     def __init__(self, options: Any, world_size: int, device: torch.device, model: nn.Module) -> None:
-        self.options, self.world_size, self.local_world_size = options, world_size, world_size
-        self.device, self.model = device, model
+        self.options = options
+        self.world_size = world_size
+        self.local_world_size = world_size
+        self.device = device
+        self.model = model
         self.axes = Axes(plan_axes(options, world_size), 0)
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -97,14 +100,9 @@ class Application:
 
 
 def apply_strategies(
-    plan: Plan,
-    options: Any,
-    model: nn.Module,
-    optimizer: Optimizer,
-    tracker: StorageTracker,
-    device: torch.device,
+    plan: Plan, options: Any, model: nn.Module, optimizer: Optimizer, tracker: StorageTracker, device: torch.device,
     on_host: bool,
-) -> Application:
+) -> Application:  # fmt: skip
     """Wraps ``model`` and ``optimizer``, both on fakes, as a session of the plan's workers would.
 
     ``on_host`` says whether the workers of the job exchange through gloo, on the CPU.
@@ -127,9 +125,11 @@ def apply_strategies(
         strategy.prepare_model(model)
     exchange = _exchange(plan, options, model, tracker, not_modelled, on_host=on_host)
     exchange.take_over(optimizer)
-    chain, wrapped = model, optimizer
+    chain = model
+    wrapped = optimizer
     for strategy in strategies:
-        chain, wrapped = strategy.wrap_model(chain), strategy.wrap_optimizer(wrapped)
+        chain = strategy.wrap_model(chain)
+        wrapped = strategy.wrap_optimizer(wrapped)
         if strategy.name == "amp":
             # The loss scale is a number and not a memory; without it no step waits to read whether to happen.
             strategy.use_scaler(None)
@@ -172,6 +172,8 @@ def _sharded(
     if stage_of(options) == 1:
         experts = plan_expert_axes(options, plan.world_size).get("moe_sharding", 1)
         return SharedUpdate(tracker, model, degree, buffer_MiB * _MIB, experts)
+    if stage_of(options) == 2:
+        return DividedGradients(tracker, model, degree, buffer_MiB * _MIB)
     if config.sharding_segment_strategy == "segment_anchors":
         units = find_anchors(model, config.segment_anchors)
     else:
@@ -181,13 +183,13 @@ def _sharded(
         not_modelled.append(
             "find_unused_parameters: each worker has the gradients of the whole model until backward ends."
         )
-    return Divided(tracker, model, units, degree, reshard=stage_of(options) == 3 and not find_unused, on_host=on_host)
+    return Divided(tracker, model, units, degree, reshard=not find_unused, on_host=on_host)
 
 
 def _check_sharding(options: Any, model: nn.Module, optimizer: Optimizer) -> None:
     check_any_stage(optimizer)
     if stage_of(options) > 1:
-        check_divisible(model)
+        check_divisible(model, stage_of(options))
         check_divided(optimizer)
 
 
@@ -198,19 +200,19 @@ def _window(names: list[str], options: Any) -> int:
     elif "sharding" in names:
         hybrid = options["hybrid_configs"].sharding_configs
         steps = max(options["sharding_configs"].gradient_merge_acc_step, hybrid.accumulate_steps)
-    return min(int(steps), 3)
+    return min(int(steps), 3)  # a first, a middle and a last batch: further ones allocate nothing new
 
 
 def _shortened(name: str, config: Any, device: torch.device) -> tuple[Any, list[str]]:
-    """Returns the configuration that an estimate can run, and what that leaves out."""
+    """Returns the configuration that an estimate can run, and remarks on its omissions."""
     if name == "gradient_merge":
         return config.updated({"k_steps": min(config.k_steps, 3)}), []
     if name == "recompute" and config.enable_offload:
-        said = (
+        remark = (
             "recompute_configs['enable_offload']: the inputs of recomputed modules are counted as if they stayed on "
             "the device."
         )
-        return config.updated({"enable_offload": False}), [said]
+        return config.updated({"enable_offload": False}), [remark]
     return config, []
 
 

@@ -1,4 +1,4 @@
-"""One stage of a pipeline on fake tensors: the order of its forwards and backwards, and what it keeps between them."""
+"""One stage of a pipeline on fake tensors: the order of its forwards and backwards, and the state between them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fleet.strategies.pipeline.order import plan_order
 
 
 class _RealSeeds(TorchFunctionMode):
-    """Lets layers draw the numbers that their seeds are made of, for which fakes have no value."""
+    """Lets layers draw the numbers of their seeds, for which fakes have no value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.randint:
             return func(*args, **(kwargs or {}))
         with unset_fake_temporarily():
-            return int(func(*args, **(kwargs or {})))  # what layers make of it
+            return int(func(*args, **(kwargs or {})))  # layers make a number of it in any case
 
 
 def layers_of(model: Any) -> list[Any] | None:
-    """Returns the list that a pipeline is made of: that of a PipelineLayer, a list or an nn.Sequential, or ``None``."""
+    """Returns the layers of a PipelineLayer, a list or an nn.Sequential; ``None`` for other models."""
     if isinstance(model, StagedLayers):
         return list(model._layers_desc)
     if isinstance(model, nn.Sequential):
@@ -60,30 +60,28 @@ class StageOnFakes:
     """Trains one stage as the engine of pipelines does.
 
     Args:
-        stages: how many stages there are.
-        stage: this one.
+        stages: number of stages.
+        stage: index of this stage.
         num_micro: micro-batches of a step.
         mode: the schedule.
-        before: the stages before this one, which tell the shape of what it receives.
-        loss: of the output of the last stage.
+        before: the stages before this one, which give the shape of its input.
+        loss: the loss of the last stage's output.
     """
 
     def __init__(
-        self,
-        stages: int,
-        stage: int,
-        num_micro: int,
-        mode: str,
-        before: Sequence[nn.Module],
+        self, stages: int, stage: int, num_micro: int, mode: str, before: Sequence[nn.Module],
         loss: Callable[..., Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._order = plan_order(stages, stage, num_micro, mode=mode)
-        self._is_first, self._is_last = stage == 0, stage == stages - 1
+        self._is_first = stage == 0
+        self._is_last = stage == stages - 1
         self.is_end = self._is_first or self._is_last  # they are given the batch
-        self._num_micro, self._before, self._loss = num_micro, before, loss
+        self._num_micro = num_micro
+        self._before = before
+        self._loss = loss
 
     def received(self, batch: Any) -> Any:
-        """Returns what one micro-batch of ``batch``, the arguments of the first stage, becomes before this stage."""
+        """Returns this stage's input for one micro-batch of ``batch``, the argument of the first stage."""
         value = tree_map_only(Tensor, self._cut, batch)
         with torch.no_grad():
             for stage in self._before:
@@ -99,7 +97,7 @@ class StageOnFakes:
         return rows[: rows.shape[0] // self._num_micro]
 
     def run(self, applied: Application, batch: Any, like: Any, tracker: StorageTracker) -> None:
-        """Runs the micro-batches of one step; ``like`` is what :meth:`received` returned."""
+        """Runs the micro-batches of one step; ``like`` is the result of :meth:`received`."""
         kept: dict[int, tuple[list[Any], list[Any]]] = {}
         applied.exchange.begin_batch(True)
         for action in self._order:
@@ -110,6 +108,7 @@ class StageOnFakes:
                 if self._is_last:
                     output = self._loss(output) / self._num_micro
                 leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+                # The engine sends the output away: only its place in autograd's graph stays until backward.
                 kept[action.micro] = (
                     [get_gradient_edge(t) for t in leaves],
                     [(t.shape, t.dtype, t.device) for t in leaves],
@@ -132,7 +131,7 @@ def _arrived(like: Any) -> Any:
 
 
 def one_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """Returns what the first layer takes: the only argument, or all in a tuple; raises ConfigError for named ones."""
+    """Returns the first layer's argument: the only one, or all in a tuple; raises ConfigError for named ones."""
     args, named = arguments
     if named:
         raise ConfigError("estimate_memory(): the first layer of a pipeline takes one argument; give no named ones.")

@@ -1,9 +1,9 @@
-"""StorageTracker: which storages are alive at which moment of a step, and what they are.
+"""StorageTracker: the storages that are alive at each moment of a step, and their kinds.
 
 [Note: Kinds]
 A storage is recorded when an operation returns it and forgotten when nothing holds it any more, whether in Python or
-in autograd's graph. Its kind is what it turned out to be in the end: a gradient is an anonymous result of backward
-until it is accumulated, so the record of a run is read only after the run.
+in autograd's graph. Its last kind counts: a gradient is an anonymous result of backward until it is accumulated, so the
+record of a run is read only after the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "communication", "temporary")
-# Forward makes activations; what else a phase makes is temporary until it is marked.
+# Forward makes activations; the results of other phases are temporary until they are marked.
 PHASES = ("setup", "forward", "backward", "step")
 
 _READS_A_VALUE = (torch.ops.aten._local_scalar_dense.default,)
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run used: the most of each kind at any time, and each kind at the moment when the sum was largest."""
+    """The memory of a run: the most of each kind at any time, and each kind at the moment of the largest sum."""
 
     largest: dict[str, int]
     at_peak: dict[str, int]
@@ -49,18 +49,19 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         device_type: storages on other devices are not recorded.
-        rounding_bytes: allocations are multiples of this; 512 is that of torch's CUDA allocator.
+        rounding_bytes: allocations are multiples of this; torch's CUDA allocator uses 512.
 
     Attributes:
-        phase: one of ``PHASES``; what is recorded belongs to it.
-        saw_sparse: whether an operation returned a tensor that has no storage of its own and was not counted.
+        phase: one of ``PHASES``, to which new records belong.
+        saw_sparse: whether an operation returned a tensor without a storage, which is not counted.
     """
 
     def __init__(self, device_type: str, rounding_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "setup"
         self.saw_sparse = False
-        self._device_type, self._rounding_bytes = device_type, rounding_bytes
+        self._device_type = device_type
+        self._rounding_bytes = rounding_bytes
         self._blocks: dict[int, Block] = {}
         self._references: dict[int, Any] = {}
         self._events: list[tuple[Block, bool, str]] = []
@@ -77,7 +78,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def see(self, tensor: Tensor) -> Block | None:
-        """Returns the block of ``tensor``, recording it when it is new; ``None`` for one that is not counted."""
+        """Returns the block of ``tensor``, recorded when it is new; ``None`` where it is not counted."""
         if tensor.layout != torch.strided:
             self.saw_sparse = True
             return None
@@ -93,14 +94,14 @@ class StorageTracker(TorchDispatchMode):
         return found
 
     def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Says what the storages of ``tensors`` are."""
+        """Sets the kind of the storages of ``tensors``."""
         for tensor in tensors:
             block = None if tensor is None else self.see(tensor)
             if block is not None:
                 block.kind = kind
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of ``tensors`` as nothing; whoever calls this holds blocks in their place."""
+        """Counts the storages of ``tensors`` as nothing; the caller holds blocks in their place."""
         for tensor in tensors:
             block = self.see(tensor)
             if block is not None:
@@ -121,13 +122,14 @@ class StorageTracker(TorchDispatchMode):
         self.release(self.hold(size_bytes, kind))
 
     def rounded(self, size_bytes: int) -> int:
-        """Returns what an allocation of ``size_bytes`` takes."""
+        """Returns the memory of an allocation of ``size_bytes``."""
         return -(-size_bytes // self._rounding_bytes) * self._rounding_bytes
 
     def usage(self) -> Usage:
-        """Returns what was used since the start."""
+        """Returns the usage since the start."""
         now = dict.fromkeys(KINDS, 0)
-        largest, at_peak = dict(now), dict(now)
+        largest = dict(now)
+        at_peak = dict(now)
         total = peak = 0
         peak_phase = "setup"
         for block, begins, phase in self._events:
@@ -136,7 +138,9 @@ class StorageTracker(TorchDispatchMode):
             total += size
             largest[block.kind] = max(largest[block.kind], now[block.kind])
             if total > peak:
-                peak, at_peak, peak_phase = total, dict(now), phase
+                peak = total
+                at_peak = dict(now)
+                peak_phase = phase
         return Usage(largest, at_peak, peak, peak_phase)
 
     def _usual_kind(self) -> str:
@@ -145,6 +149,7 @@ class StorageTracker(TorchDispatchMode):
         return "activations" if is_forward else "temporary"
 
     def _forget(self, key: int, block: Block, reference: Any) -> None:
+        # A new storage may already have the address of the old one.
         if self._references.get(key) is reference:
             del self._references[key], self._blocks[key]
         self._events.append((block, False, self.phase))

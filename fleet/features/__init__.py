@@ -17,7 +17,7 @@ Example:
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
     "Bucketize": "fleet.features.number_transforms",

@@ -1,4 +1,4 @@
-"""FeatureColumn: the values of one feature in a batch, and what each transform has in common."""
+"""FeatureColumn: the values of one feature in a batch; Transform: the base of all transforms."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Words:
         array = np.asarray(values, object)
         known: dict[Any, int] = {}
         codes = np.fromiter((known.setdefault(value, len(known)) for value in array.flat), np.int64, array.size)
+        # Each distinct value is looked at once; columns of text repeat few words.
         wrong = next((value for value in known if not isinstance(value, str | bytes)), b"")
         if not isinstance(wrong, str | bytes):
             if not any(isinstance(value, str | bytes) for value in known):
@@ -109,13 +110,13 @@ def of_one_width(values: NDArray[Any]) -> NDArray[Any]:
 
 
 class Transform:
-    """What a transform declares: the columns it reads and the one that it writes.
+    """The base of transforms: it declares the columns that it reads and the column that it writes.
 
-    Subclasses are frozen dataclasses, whose fields are what is saved.
+    Subclasses are frozen dataclasses; their fields are saved.
     """
 
-    takes: ClassVar[tuple[str, ...]]  # kinds of columns
-    gives: ClassVar[str | None]  # None: the kind that it takes
+    takes: ClassVar[tuple[str, ...]] = ("text", "int")  # kinds of columns
+    gives: ClassVar[str | None] = "int"  # None: the kind of its input
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ class Transform:
         raise NotImplementedError
 
     def to_fields(self) -> dict[str, Any]:
-        """Returns what :meth:`from_fields` takes, made of JSON's types."""
+        """Returns the fields for :meth:`from_fields`, made of JSON's types."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
@@ -147,7 +148,8 @@ class Transform:
         return cls(**found)
 
     def _check_names(self) -> None:
-        column, out = getattr(self, "column", ""), getattr(self, "out")  # noqa: B009 - fields of the subclasses
+        column = getattr(self, "column", "")
+        out = getattr(self, "out")  # noqa: B009 - a field of the subclasses
         wrong = [name for name in (column, "" if out is None else out) if not isinstance(name, str)]
         for name in (*wrong, *self.inputs, self.output):
             if not isinstance(name, str) or not name or name.endswith(".offsets"):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,23 @@ def _mixing() -> Any:
 def _hashes(values: NDArray[Any] | Words, seed: int) -> NDArray[np.uint64]:
     """Returns the hash of each value, in their shape."""
     if isinstance(values, Words):
+        # Each distinct word is hashed once.
         data = np.frombuffer(b"".join(values.words), np.uint8)
         ends = np.concatenate([[0], np.cumsum([len(word) for word in values.words])]).astype(np.int64)
         of_words = np.empty(len(values.words), np.uint64)
         _mixing().hash_words(data, ends, np.uint64(seed), of_words)
         return of_words[values.codes]
+    # Narrow integers are widened with their sign: -1 has one hash, whatever the width of its column.
     keys = np.ascontiguousarray(values).view(np.uint64) if values.dtype.itemsize == 8 else values.astype(np.int64)
     found = np.empty(keys.size, np.uint64)
     _mixing().hash_ids(keys.reshape(-1), np.uint64(seed), found)
     return found.reshape(keys.shape)
+
+
+def _check_hashing(call: str, num_buckets: int | None, seed: int) -> None:
+    if num_buckets is not None:
+        check_integer(f"{call}, num_buckets)", num_buckets, 1, _MOST)
+    check_integer(f"{call}, seed)", seed, 0, _MOST)
 
 
 def _ids(hashes: NDArray[np.uint64], num_buckets: int | None) -> NDArray[np.int64]:
@@ -64,9 +72,6 @@ class Hash(Transform):
         [2797975439799268765, 6315518910520570736, 2797975439799268765]
     """
 
-    takes: ClassVar[tuple[str, ...]] = ("text", "int")
-    gives: ClassVar[str | None] = "int"
-
     column: str
     num_buckets: int | None = None
     out: str | None = None
@@ -74,9 +79,7 @@ class Hash(Transform):
 
     def __post_init__(self) -> None:
         self._check_names()
-        if self.num_buckets is not None:
-            check_integer(f"Hash({self.column!r}, num_buckets)", self.num_buckets, 1, _MOST)
-        check_integer(f"Hash({self.column!r}, seed)", self.seed, 0, _MOST)
+        _check_hashing(f"Hash({self.column!r}", self.num_buckets, self.seed)
 
     def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
         """Returns the ids."""
@@ -100,9 +103,6 @@ class Cross(Transform):
         ConfigError: fewer than two columns, one of them twice, or a value out of range.
     """
 
-    takes: ClassVar[tuple[str, ...]] = ("text", "int")
-    gives: ClassVar[str | None] = "int"
-
     columns: Sequence[str]
     out: str
     num_buckets: int | None = None
@@ -113,9 +113,7 @@ class Cross(Transform):
             raise ConfigError(f"Cross(columns={self.columns!r}): a list of two or more names, each once.")
         object.__setattr__(self, "columns", tuple(self.columns))
         self._check_names()
-        if self.num_buckets is not None:
-            check_integer(f"Cross({list(self.columns)}, num_buckets)", self.num_buckets, 1, _MOST)
-        check_integer(f"Cross({list(self.columns)}, seed)", self.seed, 0, _MOST)
+        _check_hashing(f"Cross({list(self.columns)}", self.num_buckets, self.seed)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -125,7 +123,8 @@ class Cross(Transform):
     def apply(self, columns: Sequence[FeatureColumn]) -> FeatureColumn:
         """Returns the ids of all combinations."""
         first = columns[0]
-        hashes, ends = _hashes(first.values, self.seed), first.ends
+        hashes = _hashes(first.values, self.seed)
+        ends = first.ends
         for name, column in zip(self.columns[1:], columns[1:], strict=True):
             hashes, ends = self._crossed(hashes, ends, column, name)
         return FeatureColumn(_ids(hashes, self.num_buckets), ends)
@@ -134,10 +133,10 @@ class Cross(Transform):
         self, left: NDArray[np.uint64], left_ends: NDArray[np.int64] | None, column: FeatureColumn, name: str
     ) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None]:
         right = _hashes(column.values, self.seed)
-        if left_ends is None and column.ends is None and left.shape != right.shape:
-            raise ConfigError(f"{self!r:.200}: {name!r} has the shape {right.shape}, the ones before it {left.shape}.")
         plain = left_ends is None and column.ends is None
-        shape = left.shape
+        if plain and left.shape != right.shape:
+            raise ConfigError(f"{self!r:.200}: {name!r} has the shape {right.shape}, the ones before it {left.shape}.")
+        # One value a row is a bag of one: the kernel crosses bags alone.
         ends = [
             np.arange((values.size if plain else len(values)) + 1) if given is None else given
             for values, given in ((left, left_ends), (right, column.ends))
@@ -151,7 +150,7 @@ class Cross(Transform):
         found = np.empty(int(counts.sum()), np.uint64)
         _mixing().cross_ids(left.reshape(-1), ends[0], right.reshape(-1), ends[1], found)
         if plain:
-            return found.reshape(shape), None
+            return found.reshape(left.shape), None
         return found, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -195,9 +194,6 @@ class Vocabulary(Transform):
         >>> transforms({"tag": ["a", "b", "z"]})["tag"].tolist()
         [1, 0, 2]
     """
-
-    takes: ClassVar[tuple[str, ...]] = ("text", "int")
-    gives: ClassVar[str | None] = "int"
 
     column: str
     words: Sequence[str] | Sequence[int]

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Compiled loops: hashes of words and of ids, and the crosses of bags. Every operation is on unsigned 64 bits.
 
-The hash of an integer is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); that of a word is FNV-1a of
-its bytes (Fowler, Noll and Vo), finalized alike.
+The hash of an integer is the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); the hash of a word is FNV-1a
+of its bytes (Fowler, Noll and Vo), finalized alike.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from fleet.errors import ConfigError
 from fleet.features.column import FeatureColumn, Transform, Words, check_number
 
-_FIRST, _LAST = -(2**63), 2**63 - 1
+_FIRST, _LAST = -(2**63), 2**63 - 1  # of int64
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Bucketize(Transform):
     """
 
     takes: ClassVar[tuple[str, ...]] = ("int", "float")
-    gives: ClassVar[str | None] = "int"
 
     column: str
     boundaries: Sequence[float]
@@ -55,6 +54,7 @@ class Bucketize(Transform):
         """Returns the buckets."""
         (column,) = columns
         assert not isinstance(column.values, Words)
+        # Integers against integers: float64, which searchsorted would compare in, rounds above 2^53.
         if column.kind == "int":
             least = [math.ceil(boundary) for boundary in self.boundaries]  # integers not below a boundary begin there
             below = sum(edge <= _FIRST for edge in least)
@@ -73,7 +73,7 @@ def _float_from(boundary: float) -> float:
 
 @dataclass(frozen=True)
 class Clip(Transform):
-    """Values limited to a range; not-a-number stays what it is. Integers become int64, other numbers float32.
+    """Values limited to a range; not-a-number stays. Integers become int64, other numbers float32.
 
     Args:
         column: numbers, or bags of them.
@@ -119,7 +119,7 @@ class Clip(Transform):
 
 @dataclass(frozen=True)
 class Log(Transform):
-    """``log(max(x, 0) + offset)``, float32: what counts have before a network; values below 0 count as 0.
+    """``log(max(x, 0) + offset)``, float32: for counts before a network; values below 0 count as 0.
 
     Computed in float64 and rounded once. Not-a-number stays not-a-number.
 

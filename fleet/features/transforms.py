@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fleet.common.plain_files import read_small, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words, of_one_width
 from fleet.features.id_transforms import Cross, Hash, Vocabulary
@@ -30,15 +30,15 @@ class Transforms:
     mapping stays as it is. A column is an array, a list or a tensor of numbers or text, one entry a row. A bag is two
     columns: its flat values under its name, and where each row begins under ``NAME.offsets``, as
     ``fleet.ParquetDataset`` gives them and ``fleet.SparseEmbedding`` takes them. Text that a transform has read is left
-    out. Where a column that is read is a tensor, the one that is written is a tensor on the same device, though the CPU
-    does the work; of several the first decides.
+    out. Where an input column is a tensor, the output is a tensor on the same device, though the CPU does the work; of
+    several inputs the first tensor decides.
 
     Args:
-        transforms: what is applied, first to last.
+        transforms: the transforms, first to last.
 
     Raises:
-        ConfigError: a transform reads a kind that another one does not write, or writes over the column of another
-            one that it does not read.
+        ConfigError: a transform reads another kind than a transform before it writes, or replaces a column of another
+            transform that it does not read.
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
@@ -96,7 +96,7 @@ class Transforms:
         return tuple(dict.fromkeys(one.output for one in self._transforms))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the batch with what the transforms write.
+        """Returns the batch with the columns that the transforms write.
 
         Raises:
             ConfigError: a column is missing, of another kind or number of rows than the others, or would be replaced.
@@ -111,7 +111,7 @@ class Transforms:
         _check_rows(columns)
         devices = {name: batch[name].device for name in columns if _is_tensor(batch[name])}
         self.check({name: column.kind for name, column in columns.items()}, batch)
-        made = self.apply(columns)
+        outputs = self.apply(columns)
         for one in self._transforms:
             device = next((devices[name] for name in one.inputs if name in devices), None)
             if device is not None:
@@ -119,10 +119,10 @@ class Transforms:
         gone = {name for name, column in columns.items() if column.kind == "text"}.union(self.outputs)
         found = {name: value for name, value in batch.items() if name.removesuffix(_OFFSETS) not in gone}
         for name in self.outputs:
-            column = made[name]
-            found[name] = _given(column.values, devices.get(name))
+            column = outputs[name]
+            found[name] = _on_device(column.values, devices.get(name))
             if column.ends is not None:
-                found[name + _OFFSETS] = _given(column.ends[:-1], devices.get(name))
+                found[name + _OFFSETS] = _on_device(column.ends[:-1], devices.get(name))
         return found
 
     def check(self, kinds: Mapping[str, str], present: Mapping[str, Any]) -> None:
@@ -191,11 +191,9 @@ class Transforms:
         if not isinstance(path, str | Path) or not str(path):
             raise ConfigError(f"Transforms.save({path!r:.100}) takes a folder, or a file that ends with .json.")
         target = Path(path) if Path(path).suffix == ".json" and not Path(path).is_dir() else Path(path) / FILE
-        draft = target.with_name(f".{target.name}.tmp")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(self.to_json(), encoding="utf-8")
-            os.replace(draft, target)
+            replace_file(target, self.to_json())
         except OSError as error:
             raise CheckpointError(f"Transforms.save(): {target} cannot be written: {error.strerror}.") from None
         return target
@@ -208,11 +206,8 @@ class Transforms:
             CheckpointError: there are none, or they are damaged.
         """
         target = Path(path) / FILE if Path(path).is_dir() else Path(path)
-        if target.exists() and not target.is_file():
-            raise CheckpointError(f"{target}: not a regular file.")
         try:
-            with target.open(encoding="utf-8") as file:
-                text = file.read(_MOST_BYTES)
+            text = read_small(target, _MOST_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{target}: cannot be read: {error}.") from None
         try:
@@ -232,11 +227,12 @@ def _check_rows(columns: Mapping[str, FeatureColumn]) -> None:
 
 
 def _is_tensor(value: object) -> bool:
+    # Without an import: who has a tensor has torch, and a serving process without one need not load it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _given(values: Any, device: Any) -> Any:
+def _on_device(values: Any, device: Any) -> Any:
     """Returns an array, or with a device a tensor on it."""
     if device is None:
         return values
@@ -283,9 +279,11 @@ def _column(name: str, batch: Mapping[str, Any]) -> FeatureColumn:
         _check_alike(name, batch[name])
     if values.dtype.kind in "OUS" and values.ndim:
         words = Words.of(name, values.tolist() if values.dtype.kind == "S" else values)
-        column, count = FeatureColumn(words), len(words.codes)
+        column = FeatureColumn(words)
+        count = len(words.codes)
     elif values.dtype.kind in NUMBERS and values.ndim:
-        column, count = FeatureColumn(of_one_width(values)), len(values)
+        column = FeatureColumn(of_one_width(values))
+        count = len(values)
     else:
         raise ConfigError(
             f"fleet.features: column {name!r} is {values.dtype} of shape {values.shape}; it is numbers or text, one or "

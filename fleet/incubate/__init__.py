@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 __all__ = ["distributed"]
 

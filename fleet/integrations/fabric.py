@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import UnsupportedOptionError
-from fleet.integrations.lightning_workers import FleetWorkers, caller_names
+from fleet.integrations._lightning_workers import FleetWorkers, caller_names
 from fleet.options import DistributedStrategy
 from fleet.training.fleet_model import FleetModel
 

@@ -2,7 +2,7 @@
 
 [Note: Where Fleet acts]
 Trainer leaves four things to Accelerate: it prepares the model and the optimizer, it says how rows are divided, and it
-clips. FleetTrainer gives it an Accelerator that asks Fleet for these (hf_accelerator.py). Loop, data loaders,
+clips. FleetTrainer gives it an Accelerator that asks Fleet for these (_hf_accelerator.py). Loop, data loaders,
 schedules, callbacks and files stay Trainer's. What Trainer reads from a model or an optimizer to write a file is made
 whole first, where an option divides it.
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.elastic._health import Health
+from fleet.elastic.health import Health
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
 from fleet.job.running import running_session
 from fleet.job.session import Session
@@ -37,8 +37,8 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import has_length
 
-    from fleet.integrations.hf_accelerator import FleetAccelerator, divides
-    from fleet.integrations.hf_arguments import agree, check_job, check_running, checked_options, precision_of
+    from fleet.integrations._hf_accelerator import FleetAccelerator, divides
+    from fleet.integrations._hf_arguments import agree, check_job, check_running, checked_options, precision_of
 except ImportError as error:
     raise UnsupportedOptionError(
         f"fleet.integrations.hf needs the extra hf ({error}). Install it with: pip install 'torch-fleet[hf]'"
@@ -86,10 +86,12 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
             raise ConfigError(
                 "FleetTrainer(model=...) takes your model and wraps it; got what distributed_model() made."
             )
+        # The job comes first: Trainer's __init__ makes the Accelerator, which asks the session.
         self._session = _start(model, args, strategy)
         self._whole_state: dict[str, Any] | None = None
         agree(args, self._session.job)
         super().__init__(model, args, *rest, **kwargs)
+        # Trainer's __init__ finds out whether the model is divided.
         self._check_places()
         self.add_callback(_StopWhenAsked())
 
@@ -107,10 +109,12 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the Accelerator, which asks Fleet; raises where it was told to divide the model itself."""
-        asked, self.args.mixed_precision = precision_of(self.args), "no"  # Fleet's amp computes in 16 bits
+        asked = precision_of(self.args)
+        self.args.mixed_precision = "no"  # Fleet's amp computes in 16 bits
         try:
             super().create_accelerator_and_postprocess()
         finally:
+            # The script and the saved arguments show the precision that was asked for.
             self.args.mixed_precision = asked
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UnsupportedOptionError(
@@ -171,6 +175,8 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         """
         wrapped = self._wrapped
         if wrapped is not None and divides(wrapped):
+            # Every worker gathers here, before Trainer branches by rank: a gather inside that branch would wait for
+            # workers that never come.
             self._whole_state = _tied(wrapped.full_state_dict(keep=self.args.should_save), wrapped.module)
         try:
             super().save_model(output_dir, _internal_call)
@@ -181,9 +187,10 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
         super()._save(output_dir, self._whole_state if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the whole state of the optimizer on worker 0, and what each worker has of its own."""
+        """Writes the whole state of the optimizer on worker 0, and the states that differ between workers."""
         prepared = self.optimizer
         whole = prepared.optimizer.full_state_dict(keep=self.args.should_save)
+        # Trainer writes self.optimizer.state_dict(); every worker took part in gathering the whole state above.
         self.optimizer = SimpleNamespace(state_dict=lambda: whole)
         try:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -219,8 +226,9 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _loading_whole(self) -> Iterator[None]:
-        """Makes what Trainer loads into its model inside the context reach a model that an option divides."""
-        plain, wrapped = self.model, self._wrapped
+        """Redirects Trainer's loading inside the context to the wrapped model, where an option divides it."""
+        plain = self.model
+        wrapped = self._wrapped
         if wrapped is not None and divides(wrapped):
             self.model = wrapped
         try:
@@ -230,7 +238,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def _wrapped(self) -> Any:
-        """What Fleet made of the model, or ``None`` before it was needed."""
+        """The wrapped model, or ``None`` before Trainer has prepared it."""
         return next((model for model in self._session.models if model.module is self.model), None)
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
@@ -256,7 +264,7 @@ class FleetTrainer(Trainer):  # type: ignore[misc]
 
 
 def _tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Returns a whole ``state`` in which names of one parameter have one tensor, of which transformers writes one."""
+    """Returns a whole ``state`` whose names of one parameter share a tensor, so that transformers writes it once."""
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fleet.errors import UnsupportedOptionError
-from fleet.integrations.lightning_workers import FleetWorkers
+from fleet.integrations._lightning_workers import FleetWorkers
 from fleet.options import DistributedStrategy
 from fleet.strategies._gradients.gradient_exchange import data_parallel_in
 from fleet.training.fleet_model import FleetModel
@@ -110,6 +111,16 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         self._check_several()
         self.setup_precision_plugin()
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Returns the loader, whose processes start with the first batch of an epoch.
+
+        Lightning begins to iterate before it gives the sampler its epoch (its issue 21938): processes that started then
+        would have the order of the epoch before, after a resume at the end of one.
+        """
+        if type(dataloader) is DataLoader and dataloader.num_workers:
+            dataloader.__class__ = _LateLoader
+        return super().process_dataloader(dataloader)
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Takes the optimizers and schedulers of ``configure_optimizers``, with the options around the optimizers."""
         super().setup_optimizers(trainer)
@@ -141,14 +152,14 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGING)]
         if averages:
             raise UnsupportedOptionError(
-                f"{type(averages[0]).__name__} copies whole parameters, and sharding stages 2 and 3 leave a part of "
-                "each on every worker. Set sharding_configs['stage'] to 1, or leave the callback out."
+                f"{type(averages[0]).__name__} copies whole parameters, and sharding stage 3 leaves a part of "
+                "each on every worker. Set sharding_configs['stage'] to 1 or 2, or leave the callback out."
             )
         if self._is_manual:
             raise UnsupportedOptionError(
-                "sharding stages 2 and 3 give the parameters back to their workers when a forward ends, and with "
-                "automatic_optimization = False backward and step run inside it. Set sharding_configs['stage'] to 1, "
-                "or use automatic optimization."
+                "sharding stage 3 gives the parameters back to their workers when a forward ends, and with "
+                "automatic_optimization = False backward and step run inside it. Set sharding_configs['stage'] to 1 "
+                "or 2, or use automatic optimization."
             )
 
     def _check_several(self) -> None:
@@ -178,7 +189,8 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While it is open, gradients stay on their worker: for all but the last batch of an update."""
-        before, self._syncs = self._syncs, False
+        before = self._syncs
+        self._syncs = False
         try:
             with self.model.no_sync() if isinstance(self.model, FleetModel) else nullcontext():
                 yield
@@ -203,7 +215,7 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         return self._whole_optimizer_state(plain)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns what a file holds; code in it is never run."""
+        """Returns the content of a file; code in it is never run."""
         return super().load_checkpoint(checkpoint_path, weights_only=self._safely(weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -215,6 +227,13 @@ class FleetStrategy(FleetWorkers, ParallelStrategy):
         """Loads the whole states of the optimizers; every worker calls it."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+class _LateLoader(DataLoader[Any]):
+    """Starts its processes when the first batch is asked for."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
 
 
 def _is_absent(optimizer: Optimizer) -> bool:

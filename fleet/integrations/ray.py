@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError, UnsupportedOptionError
-from fleet.integrations.ray_request import RayRequest, read_request
+from fleet.integrations._ray_request import RayRequest, read_request
 
 if TYPE_CHECKING:
     import os
@@ -45,28 +45,27 @@ def launch(
     """Runs a job on a Ray cluster and returns when it has ended with 0.
 
     Each node of the job is a bundle of a placement group, with one launcher. They meet at the first one's address and
-    start the workers. This process prints what the first launcher and worker 0 print. However the call ends, the
+    start the workers. This process prints the output of the first launcher and of worker 0. However the call ends, the
     processes of the job have ended and the placement group is free again.
 
     Args:
-        script: as the launcher takes it; a relative path counts from ``working_dir``, or from the current folder, which
-            the nodes must have as well.
-        args: of the script, as they reach it.
+        script: the training script; a relative path counts from ``working_dir``, or from the current folder, which the
+            nodes must have as well.
+        args: the arguments of the script.
         nodes: number of launchers.
         nproc_per_node: workers that each launcher starts; None for one on each GPU of the bundle, or one.
-        resources_per_node: what Ray sets aside for each launcher; None for one CPU for each worker. Workers see the
+        resources_per_node: Ray's reservation for each launcher; None for one CPU for each worker. Workers see the
             GPUs of their bundle and no others.
-        placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD (each bundle on a machine of its own).
+        placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD (each bundle on another machine).
         flags: further flags of the launcher, as in ``["--max_restart=3"]``.
-        env: variables of the workers besides those that the nodes have.
-        working_dir: folder that Ray copies to every node, or its URI. Only where this call connects to Ray; with a
-            connection of your own, give it to ``ray.init(runtime_env={"working_dir": ...})``.
-        address: of the cluster; None for the one that is connected, else for what ``ray.init()`` finds or starts.
-        timeout_s: seconds to wait until the cluster has the resources. Until then a line each few seconds says what is
-            missing.
+        env: variables of the workers, added to the environment of the nodes.
+        working_dir: folder that Ray copies to every node, or its URI. Only where this call connects to Ray; a program
+            that has connected gives it to ``ray.init(runtime_env={"working_dir": ...})``.
+        address: the cluster; None for the connected cluster, or else the cluster that ``ray.init()`` finds or starts.
+        timeout_s: seconds to wait for the resources; until then a line every few seconds names the missing ones.
 
     Raises:
-        ConfigError: a value is wrong, or a flag is one that this call sets.
+        ConfigError: a value is wrong, or this call sets the flag itself.
         UnsupportedOptionError: Ray is not installed.
         WorkerFailedError: a worker failed; the message holds the launcher's report, ``exit_code`` is the worker's.
         LaunchError: the resources did not come, a launcher ended otherwise, or a node is lost.
@@ -87,7 +86,7 @@ def launch(
 
 
 def _run(request: RayRequest, folder: str) -> None:
-    from fleet.integrations.ray_job import RayJob
+    from fleet.integrations._ray_job import RayJob
 
     secret = request.env.get("FLEET_JOB_SECRET") or Environment().raw("FLEET_JOB_SECRET")
     RayJob(request, folder, secret or secrets.token_hex(32)).run()
@@ -95,7 +94,7 @@ def _run(request: RayRequest, folder: str) -> None:
 
 @contextmanager
 def _connected(request: RayRequest) -> Iterator[str]:
-    """Connects to Ray unless the program has; yields the folder of the job, empty for one that Ray unpacks."""
+    """Connects to Ray unless the program has; yields the folder of the job, empty where Ray unpacks the folder."""
     import ray
 
     if ray.is_initialized():
@@ -106,6 +105,7 @@ def _connected(request: RayRequest) -> Iterator[str]:
                     f"{name}={getattr(request, name)!r}: this program is connected to Ray already, with settings of "
                     f"its own. {instead}, or call ray.shutdown() first."
                 )
+        # A connection of the program stays open: others may use it.
         yield _folder()
         return
     if request.address is not None:
@@ -121,7 +121,7 @@ def _connected(request: RayRequest) -> Iterator[str]:
 def _check_answers(address: str) -> None:
     """Raises LaunchError when nothing listens at ``address``; Ray would try for minutes."""
     match = re.fullmatch(r"(?:ray://)?\[?([^\[\]]+)\]?:(\d{1,5})", address)
-    if match is None:  # auto, local, or a form that Ray knows
+    if match is None:  # auto, local, or another form of Ray's
         return
     try:
         socket.create_connection((match[1], int(match[2])), _ANSWER_S).close()

@@ -1,1 +1,1 @@
-"""What one ``fleet.init`` sets up: who takes part and where, the process group, and the session of this process."""
+"""The job that ``fleet.init`` sets up: its workers and their places, the process group, and the session."""

@@ -69,8 +69,11 @@ class Axes:
         groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         experts: Mapping[str, int] | None = None,
     ) -> None:
-        self.degrees, self.global_rank, self.experts = dict(degrees), global_rank, dict(experts or {})
+        self.degrees = dict(degrees)
+        self.global_rank = global_rank
+        self.experts = dict(experts or {})
         self._groups = dict(groups or {})
+        self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}  # answered once; training asks in every step
         self._places = list(product(*(range(degree) for degree in self.degrees.values())))
         self._expert_places: list[tuple[int, ...]] = []
         if self.experts:
@@ -95,13 +98,17 @@ class Axes:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Returns the ranks, in order, of the workers that differ from this one along ``axes`` at most."""
-        return next(group for group in self.all_ranks(*axes) if self.global_rank in group)
+        if axes not in self._ranks:
+            self._ranks[axes] = next(group for group in self.all_ranks(*axes) if self.global_rank in group)
+        return self._ranks[axes]
 
     def all_ranks(self, *axes: str) -> list[tuple[int, ...]]:
         """Returns the ranks of every group along ``axes`` taken together, in the order of their first ranks."""
-        names, places = list(self.degrees), self._places
+        names = list(self.degrees)
+        places = self._places
         if self.experts and not {*axes}.isdisjoint(EXPERT_AXES):
-            names, places = ["pp", *self.experts], self._expert_places
+            names = ["pp", *self.experts]
+            places = self._expert_places
             if not {*axes} <= {*names}:
                 raise AssertionError(f"the axes {axes} are on different grids")
         kept = [place for place, axis in enumerate(names) if axis not in axes]
@@ -125,20 +132,20 @@ class Axes:
         return dict(zip(self.degrees, at, strict=True))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """Returns the process group of :meth:`ranks`; ``None`` when that is this worker alone.
+        """Returns the process group of :meth:`ranks`; ``None`` for this worker alone.
 
         Raises AssertionError for axes whose group was not made when the job started.
         """
-        if self.size(*axes) == 1:
-            return None
         ranks = self.ranks(*axes)
+        if len(ranks) == 1:
+            return None
         if ranks not in self._groups:
             raise AssertionError(f"no process group was made for the axes {axes} of {self}")
         return self._groups[ranks]
 
     @property
     def data_replicas(self) -> int:
-        """How many workers, or groups of workers, train on different rows."""
+        """The number of workers, or groups of workers, that train on different rows."""
         return self.size(*DATA_AXES)
 
     @property
@@ -171,6 +178,7 @@ def make_axes(
     axes = Axes(degrees, global_rank, experts=experts)
     if process_group is None:
         return axes
+    # Sets of axes often give the same groups. Each group is made once: NCCL takes memory for every communicator.
     everyone = tuple(range(axes.world_size))
     groups = {everyone: process_group}
     made: set[frozenset[tuple[int, ...]]] = set()

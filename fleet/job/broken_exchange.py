@@ -1,4 +1,4 @@
-"""What errors of torch and gloo mean for a job: which worker is missing and where, which parameter, which option."""
+"""Errors of torch and gloo, explained for a job: which worker is missing and where, which parameter, which option."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
 from fleet.errors import ConfigError, FleetError, RendezvousError
 from fleet.job.whereabouts import account, user_line, user_line_of
 
@@ -37,7 +37,7 @@ def lost_a_peer(text: str) -> bool:
 def explained(
     error: BaseException, models: Iterable[WrappedModel], roll_call: RollCall | None, who: str
 ) -> FleetError | None:
-    """Returns what ``error`` means for this job; ``None`` where it says so itself."""
+    """Returns an error that explains ``error`` for this job; ``None`` where it says enough itself."""
     text = f"{error}"
     if isinstance(error, FleetError) or not isinstance(error, RuntimeError):
         return None
@@ -65,10 +65,12 @@ def explained(
 
 
 class UncaughtErrors:
-    """Prints below an uncaught torch error what it means for the job; active until :meth:`close`."""
+    """Prints the explanation for the job below an uncaught torch error; active until :meth:`close`."""
 
     def __init__(self, models: Sequence[WrappedModel], roll_call: RollCall, who: str) -> None:
-        self._models, self._roll_call, self._who = models, roll_call, who
+        self._models = models
+        self._roll_call = roll_call
+        self._who = who
         self._before = sys.excepthook
         sys.excepthook = self._hook
 
@@ -91,12 +93,13 @@ def _card_of(models: Iterable[WrappedModel]) -> str | None:
 
 
 def _of_parts(text: str) -> str | None:
-    """Returns what an error about parameters means that sharding stages 2 and 3 have divided; ``None`` for others."""
+    """Returns the explanation of an error about parameters that sharding stage 3 has divided; ``None`` for others."""
     if _DIVIDED.search(text) is not None:
         return (
-            "a sharded parameter was used outside the model, where a worker holds a shard of it. For a penalty "
+            "a sharded parameter or gradient was used outside the model, where a worker holds a shard of it. Change "
+            "a gradient with a whole tensor out of place: p.grad = p.grad + 0.1 * p. For a penalty "
             "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy, as "
-            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1."
+            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1 or 2."
         )
     if _WRAPPED in text:
         return (
@@ -107,9 +110,9 @@ def _of_parts(text: str) -> str | None:
         )
     if _GIVEN_UP in text:
         return (
-            "backward reached parameters a second time that sharding stages 2 and 3 had gathered and freed (a "
-            "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1, or run the "
-            "model again for the second pass."
+            "backward reached parameters a second time that sharding stage 3 had gathered and freed (a "
+            "gradient penalty, or two backward passes of one forward). Set sharding_configs['stage'] to 1 or 2, or run "
+            "the model again for the second pass."
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Job: the workers, and what they train. It is passed down; nothing else keeps this state."""
+"""Job: the workers, and the models and optimizers that they train. It is passed down; nothing else keeps this state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
 from fleet.job.job_workers import Workers, never
 from fleet.job.util import UtilBase
 from fleet.job.wrapped_model import WrappedModel
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 
 if TYPE_CHECKING:
     from fleet.strategies._declare.fields import Values
@@ -24,7 +24,7 @@ class Job(Workers):
     """One job as this worker sees it.
 
     Attributes:
-        options: the options that the plan was made from.
+        options: the options of the plan.
         say: tells the user a line.
         optimizers: the wrapped optimizers, to which the session adds.
         strategies: the strategies of the plan.
@@ -69,7 +69,7 @@ class Job(Workers):
         return (parameter for model in self.models for parameter in model.parameters())
 
     def parameter_sets(self) -> Iterator[Sequence[Tensor]]:
-        """Yields lists of parameters that every worker has one of: each model's, each optimizer's, each group's."""
+        """Yields the lists of parameters that every worker has: each model's, each optimizer's, each group's."""
         for model in self.models:
             yield list(model.parameters())
         for optimizer in self.optimizers:

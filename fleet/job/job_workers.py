@@ -1,4 +1,4 @@
-"""Workers: who takes part in a job, where this worker stands among them, and how it meets them.
+"""Workers: the members of a job, the place of this worker among them, and the calls in which they meet.
 
 It imports nothing of the library but private helpers.
 """
@@ -22,7 +22,7 @@ from fleet.job.wrapped_model import WrappedModel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fleet.role.record import RoleRecord
+    from fleet.role_maker.record import RoleRecord
 
 
 def never() -> bool:
@@ -38,15 +38,15 @@ class Workers:
         record: the role of this process.
         device: the device of this worker.
         collective: whether all workers take each step together; False in a job with parameter servers.
-        process_group: of all workers; ``None`` in a single process, and with servers.
+        process_group: the group of all workers; ``None`` in a single process, and with servers.
         meet_workers: runs the rendezvous of a job with servers; takes the device of the tensors to exchange.
         meet_at_server: returns whether all workers have met at a server, which they can in some jobs.
         axes: the place of this worker along every axis, and the process groups of axes.
         mesh: the workers by axis, one dim for each axis above 1; ``None`` where there is at most dp.
         models: the wrapped models, to which the session adds; errors name their parameters.
         num_steps: steps that distributed optimizers have made.
-        listeners: who hears of what happens.
-        has_tables: whether parameter servers hold tables of it, or may come to.
+        listeners: the listeners of the job.
+        has_tables: whether parameter servers hold tables of it, or may do so later.
         closed: whether the job is over.
     """
 
@@ -113,6 +113,7 @@ class Workers:
         if self._host_group is None and self.meet_workers is not None:
             self._host_group = self.meet_workers()
         if self._host_group is None and self.process_group is not None:
+            # A group of NCCL alone, which another library started, moves no CPU tensors.
             takes_cpu = "gloo" in dist.get_backend_config(self.process_group)
             self._host_group = self.process_group if takes_cpu else dist.new_group(backend="gloo")
         return self._host_group
@@ -125,6 +126,7 @@ class Workers:
     @property
     def roll_call(self) -> RollCall | None:
         """Where the workers compare the calls that all must make; None in a single process or without a group."""
+        # Made at the first use: it starts a thread, and a job with servers has a store only once its workers have met.
         if self._roll_call is None and self.world_size > 1 and self.has_group and not self.closed:
             self._roll_call = RollCall.start(self.global_rank, self.world_size, lambda: self.num_steps)
             self._uncaught = UncaughtErrors(self.models, self._roll_call, self.who)
@@ -133,8 +135,7 @@ class Workers:
     def meet(self, call: str) -> None:
         """Returns when every worker has made ``call``; raises when one does not, and says where it is."""
         if self.roll_call is not None:
-            for listener in self.listeners.hearing["workers_meet"]:
-                listener.workers_meet(call)
+            self.listeners.tell("workers_meet", call)
             self.roll_call.meet(call)
 
     def leave_roll_call(self) -> None:
@@ -151,7 +152,7 @@ class Workers:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turns a torch error inside the context into one that says what it means for the job."""
+        """Turns a torch error inside the context into its explanation for the job."""
         try:
             yield
         except RuntimeError as error:
@@ -159,16 +160,13 @@ class Workers:
             raise
 
     def explain(self, error: RuntimeError, model: WrappedModel | None = None) -> None:
-        """Raises an error that says what ``error`` means for the job; returns where ``error`` says so itself.
+        """Raises an explanation of torch's ``error`` for the job; returns where ``error`` says enough itself.
 
-        Args:
-            error: of torch.
-            model: that ran, where one did.
+        ``model`` is the model that ran; by default all are looked at.
         """
         if meaning := explained(error, self.models if model is None else [model], self.roll_call, self.who):
             raise meaning from error
 
     def beat(self, pause: bool = False) -> None:
         """Reports that this worker is alive, and with ``pause`` that it may be silent until the next step."""
-        for listener in self.listeners.hearing["beat"]:
-            listener.beat(pause)
+        self.listeners.tell("beat", pause)

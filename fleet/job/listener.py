@@ -1,4 +1,4 @@
-"""Listener: hears what a job does, at the points that fleet/job/README.md lists in their order."""
+"""Listener: hears of a job's steps, at the points that fleet/job/README.md lists in their order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listener:
 
     sleeps = False
 
-    # ---- what is trained --------------------------------------------------------------------------------------------
+    # ---- models and optimizers --------------------------------------------------------------------------------------
 
     def options_asked(self, call: str, options: Values) -> None:
         """Hears that ``call`` asks for ``options``; every worker makes the call."""
@@ -87,6 +87,9 @@ class Listener:
     def gradients_cleared(self, parameters: Sequence[Tensor]) -> None:
         """Hears that the gradients of ``parameters`` were cleared through their model."""
 
+    def optimizer_cleared(self, optimizer: Optimizer) -> None:
+        """Hears that ``optimizer`` has cleared the gradients of its parameters."""
+
     def batch_given(self, batches: Any, batch: Any) -> None:
         """Hears that ``batches``, torch's iterator over a DataLoader, is about to return ``batch``."""
 
@@ -122,7 +125,7 @@ class Listeners:
     """The listeners of one job in the order in which they were added.
 
     Attributes:
-        hearing: by hook, those that override it and do not sleep, so that nobody is asked who would not hear.
+        hearing: by hook, the listeners that override it and do not sleep, so that a step calls no empty hooks.
     """
 
     def __init__(self) -> None:
@@ -133,7 +136,7 @@ class Listeners:
         return any(known is listener for known in self._all)
 
     def add(self, listener: Listener) -> None:
-        """Lets ``listener`` hear what comes, after those that were added before it."""
+        """Adds ``listener``, which hears each point after those that were added before it."""
         self._all.append(listener)
         self._sort()
 
@@ -142,13 +145,18 @@ class Listeners:
         self._all = [known for known in self._all if known is not listener]
         self._sort()
 
+    def tell(self, hook: str, *told: Any) -> None:
+        """Calls ``hook`` of every listener that hears it, in order; an error ends the round."""
+        for listener in self.hearing[hook]:
+            getattr(listener, hook)(*told)
+
     def wake(self, listener: Listener) -> None:
         """Lets ``listener`` hear of steps from now on."""
         listener.sleeps = False
         self._sort()
 
     def put_to_sleep(self, listener: Listener) -> None:
-        """Lets ``listener`` hear nothing of steps until :meth:`wake`; what is trained and the end reach it still."""
+        """Lets ``listener`` hear nothing of steps until :meth:`wake`; models, optimizers and the end reach it still."""
         listener.sleeps = True
         self._sort()
 

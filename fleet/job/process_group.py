@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fleet._addresses import means_itself
+from fleet.common.addresses import means_itself
 from fleet.env import Environment, export
 from fleet.errors import ConfigError, RendezvousError
 from fleet.launch.plan.interfaces import interface_to
@@ -61,7 +61,7 @@ def start_process_group(meeting: Meeting, say: Callable[[str], None]) -> dist.Pr
     if dist.is_initialized():
         _check_backend(meeting)
     else:
-        # Importing it binds the current default group as an argument's default, and the first
+        # This module binds the default group of its import time as an argument's default, and the first
         # DistributedDataParallel imports it. Imported now, it holds no group, and the group can end before Python does.
         importlib.import_module("torch.distributed.nn.functional")
         if meeting.num_nodes > 1:
@@ -146,12 +146,14 @@ def _choose_interface(master: str) -> None:
 
 def meet(meeting: Meeting, say: Callable[[str], None]) -> dist.Store:
     """Returns the store after every rank has announced itself in it."""
+    # The store is opened only once its server answers, so an absent rank 0 is reported here, in Fleet's words.
     deadline = time.monotonic() + meeting.wait_s
     serves = meeting.global_rank == 0 and not meeting.agent_store
     if not serves:
         _wait_for_server(meeting, deadline, say)
     store = _open_store(meeting, serves)
     names = [f"fleet/arrived/{meeting.prefix}/{rank}" for rank in range(meeting.world_size)]
+    # A count above 1: this rank has joined in this store before, so the store belongs to the meeting before a restart.
     while meeting.rejoins and not serves and store.add(f"{names[meeting.global_rank]}/came", 1) > 1:
         store = _store_of_next_meeting(meeting, store, deadline, say)
     store.set(names[meeting.global_rank], "1")

@@ -1,10 +1,10 @@
 """RollCall: a call that every worker must make fails soon where only some make it, and says where the others are.
 
 [Note: Who can go on]
-The roll call uses the process group's key-value store, beside gloo and NCCL: each worker posts what it calls and from
-which line. A worker that has waited ``FLEET_WAIT_LIMIT`` seconds, there or in a torch exchange, asks the others where
-they are; a thread of each answers. A job in which a worker still computes goes on, and logs for whom it waits. A job in
-which all have ended or wait for each other would wait forever, so it stops.
+The roll call uses the process group's key-value store, beside gloo and NCCL: each worker posts its call and its line.
+A worker that has waited ``FLEET_WAIT_LIMIT`` seconds, there or in a torch exchange, asks the others where they are; a
+thread of each answers. A job in which a worker still computes goes on, and logs for whom it waits. A job in which all
+have ended or wait for each other would wait forever, so it stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
+from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError, RendezvousError
 from fleet.job.process_group import restarted_key
@@ -67,14 +68,18 @@ class RollCall:
     def __init__(
         self, global_rank: int, world_size: int, step: Callable[[], int], limit_s: float, timeout_s: float
     ) -> None:
+        # The number of this worker's roll calls: workers make them alike, so a later job finds no posts of an earlier.
         store = _get_default_store()
         prefix = f"fleet/roll_call/{store.add(f'fleet/roll_calls/{global_rank}', 1)}"
         self._store = dist.PrefixStore(prefix, store)
         self._root = store
         while isinstance(self._root, dist.PrefixStore):
             self._root = self._root.underlying_store
-        self.global_rank, self._world_size, self._step = global_rank, world_size, step
-        self._limit_s, self._timeout_s = limit_s, timeout_s
+        self.global_rank = global_rank
+        self._world_size = world_size
+        self._step = step
+        self._limit_s = limit_s
+        self._timeout_s = timeout_s
         self._period_s = min(1.0, limit_s / 10) if limit_s else 1.0
         self._server = _connection_to(store)
         self.described: Described = lambda rank: ""  # where a rank is on the mesh; the session knows it later
@@ -86,7 +91,7 @@ class RollCall:
         self._error: BaseException | None = None
         self._clocks = (0.0, 0.0, 0.0)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(store, prefix), name="fleet-roll-call", daemon=True)
+        self._thread = OwnThread(self._watch, store, prefix, name="fleet-roll-call")
         self._thread.start()
 
     @classmethod
@@ -120,16 +125,19 @@ class RollCall:
         key = f"some/{call}/{'-'.join(map(str, ranks))}"
         names = {rank: f"{key}/{number}/{rank}" for rank in ranks}
         posts = self._gather(names, call, user_line(sys._getframe(1)), text)
+        # Every worker that has posted now had read the posts before, so this worker's own post may go.
         if (before := self._of_some.get(key)) is not None:
-            self._store.delete_key(before)  # whoever has posted now had read the posts before
+            self._store.delete_key(before)
         self._of_some[key] = names[self.global_rank]
         return [post[2] for post in posts]
 
     def _gather(self, names: Mapping[int, str], call: str, where: str, text: str, read: str = "") -> list[Any]:
-        """Returns what the workers have posted under ``names``; with ``read`` removes it when all have read it."""
+        """Returns the posts of the workers under ``names``; with ``read`` removes them when all have read them."""
+        self._thread.check()
         is_main = threading.current_thread() is threading.main_thread()
         self._is_alone &= is_main
-        self._meeting, self._error = (call, where), None
+        self._meeting = (call, where)
+        self._error = None
         try:
             self._store.set(names[self.global_rank], json.dumps([call, where, text, is_main]))
             self._wait_for(names, call, where)
@@ -164,7 +172,7 @@ class RollCall:
                 self._store.delete_key(name)
 
     def posted(self, subject: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns what ``ranks`` have posted about ``subject``; empty until all of them have."""
+        """Returns the posts of ``ranks`` about ``subject``; empty until all of them have posted."""
         names = [f"posted/{subject}/{rank}" for rank in ranks]
         with contextlib.suppress(dist.DistError):
             if self._is_served() and self._store.check(names):
@@ -189,11 +197,13 @@ class RollCall:
         try:
             if not self._is_served():
                 raise dist.DistNetworkError
+            # Answers carry the number of their query, for an older answer may still be in the store.
             asked = store.add("asked", 1)
             deadline = time.monotonic() + _ANSWER_WITHIN_S
             while len(found) < self._world_size and time.monotonic() < deadline and not self._stopped.wait(0.02):
+                # Asked in the answering thread, which therefore answers the others itself while it waits.
                 if store is not self._store:
-                    self._reply(store)  # the thread that asks is the one that answers
+                    self._reply(store)
                 for rank in set(range(self._world_size)) - set(found):
                     if (at := _answer(store, rank, asked)) is not None:
                         found[rank] = at
@@ -203,8 +213,9 @@ class RollCall:
 
     def close(self) -> None:
         """Tells the others that this worker has ended."""
+        # The thread first: it would answer that this worker is busy.
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_BREAK_WITHIN_S)  # it may still connect to a store that has ended
         self._error = self._error or getattr(sys, "last_value", None)
         with contextlib.suppress(dist.DistError):
             if self._is_served():
@@ -218,8 +229,12 @@ class RollCall:
 
     def _wait_for(self, names: Mapping[int, str], call: str, where: str) -> None:
         """Returns when every worker has called; raises when one has ended, calls something else, or none can go on."""
-        began, absent = time.monotonic(), list(names)
-        look_at, ask_at, pause_s = began + _LOOK_EVERY_S, began + (self._limit_s or float("inf")), 0.0002
+        began = time.monotonic()
+        absent = list(names)
+        look_at = began + _LOOK_EVERY_S
+        ask_at = began + (self._limit_s or float("inf"))
+        # Short pauses first, for workers usually come together; a request to rank 0 each time, so longer ones later.
+        pause_s = 0.0002
         while not self._store.check(list(names.values())):
             now = time.monotonic()
             if now >= min(look_at, ask_at):
@@ -292,7 +307,7 @@ class RollCall:
             time.sleep(0.02)  # rank 0 serves what they read
 
     def _raise_refused(self, name: str, what: str) -> None:
-        """Raises RendezvousError where another worker, which waits for this one elsewhere, has given up."""
+        """Raises RendezvousError where a worker that waits for this one elsewhere has given up."""
         key = f"{name.partition('/')[0]}/refused"
         if self._store.check([key]):
             text = self._store.get(key).decode()
@@ -350,7 +365,8 @@ class RollCall:
 
     def _own(self) -> Whereabouts:
         """Returns where the main thread of this worker is."""
-        meeting, step = self._meeting, self._step()
+        meeting = self._meeting
+        step = self._step()
         if self._error is not None:
             return self._ended()
         if meeting is not None:
@@ -409,6 +425,7 @@ class RollCall:
         """Records since when the main thread has been in an exchange without any thread of this process computing."""
         ident = threading.main_thread().ident or 0
         before = self._clocks
+        # A slow exchange moves data in some thread of this process; an exchange that waits for a worker uses no CPU.
         main = time.clock_gettime(time.pthread_getcpuclockid(ident))
         self._clocks = now = (time.monotonic(), time.process_time(), main)
         frame = sys._current_frames().get(ident)
@@ -442,6 +459,7 @@ class RollCall:
             file=sys.stderr,
             flush=True,
         )
+        # Posted before the exit, so that the others can name the reason.
         ended = Whereabouts(ENDED, f" with RendezvousError at {where}, after step {self._step()}")
         store.set(f"left/{self.global_rank}", ended.to_text())
         store.check(["asked"])  # once this is answered, the post has arrived

@@ -16,6 +16,13 @@ class Running:
 
     session: Session | None = None
 
+    def end(self) -> None:
+        """Ends the session for a new one, which may fail to start: no session ends twice."""
+        if self.session is not None:
+            ended = self.session
+            self.session = None
+            ended.close()
+
 
 # Shared by the Fleet of this process with what scripts create without it, such as fleet.elastic.Checkpoint().
 RUNNING = Running()

@@ -1,4 +1,4 @@
-"""Session: what one ``fleet.init`` set up: a job, the strategies of its plan, and the models and optimizers in them."""
+"""Session: the job of one ``fleet.init``, the strategies of its plan, and the models and optimizers in them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet._log import LOGGER
 from fleet.checkpoint.to_group import StateMesh
+from fleet.common.log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES, MODEL_AXES, make_axes
@@ -46,7 +46,7 @@ _PUBLICATION = "fleet.ps.publishing.publication"  # loaded by fleet.ps.publish; 
 
 @dataclass(eq=False, kw_only=True)
 class Session:
-    """Wraps what one job trains in the strategies of its plan."""
+    """Wraps the models and optimizers of one job in the strategies of its plan."""
 
     job: Job
     role_maker: RoleMakerBase
@@ -63,7 +63,7 @@ class Session:
         self.job.models = self.models
         self.job.optimizers = self.optimizers
         try:
-            self._hear_options("fleet.init()", self.options)
+            self.job.listeners.tell("options_asked", "fleet.init()", self.options)
         except BaseException:
             self.job.leave_roll_call()
             raise
@@ -73,12 +73,8 @@ class Session:
 
     @property
     def options(self) -> DistributedStrategy:
-        """The options that the plan was made from."""
+        """The options of the plan."""
         return cast("DistributedStrategy", self.job.options)
-
-    def _hear_options(self, call: str, options: DistributedStrategy) -> None:
-        for listener in self.job.listeners.hearing["options_asked"]:
-            listener.options_asked(call, options)
 
     def adopt(self, options: DistributedStrategy) -> None:
         """Replaces the options and the plan; models that are already wrapped are wrapped again where possible.
@@ -90,8 +86,9 @@ class Session:
                 "distributed_optimizer(strategy=...) was called after fleet.init_worker(): the job trains already, and "
                 "one with parameter servers has one optimizer. Put all parameters into its groups."
             )
+        # A script may go on changing its strategy object; the job keeps what was checked.
         options = copy.deepcopy(options)
-        self._hear_options("fleet.distributed_optimizer()", options)
+        self.job.listeners.tell("options_asked", "fleet.distributed_optimizer()", options)
         new_plan = plan(options, self.job.world_size, collective=self.job.collective)
         if self.models and options != self.options:
             stuck = [step.name for step in self.plan.steps if step.stage == Stage.MODULE or step.in_place]
@@ -100,8 +97,7 @@ class Session:
                     "distributed_optimizer(strategy=...) sets options other than those the model was wrapped with "
                     f"({self.plan}). Give the strategy to fleet.init(), or call distributed_optimizer() first."
                 )
-        for listener in self.job.listeners.hearing["options_chosen"]:
-            listener.options_chosen(options)
+        self.job.listeners.tell("options_chosen", options)
         self.job.options = options
         self.plan = new_plan
         self._make_strategies()
@@ -110,15 +106,7 @@ class Session:
             module, chain = self._wrapped(model.module)
             model.replace_module(module)
             model.rewrap(chain)
-            self._hear_model(model)
-
-    def _hear_model(self, model: FleetModel) -> None:
-        for listener in self.job.listeners.hearing["model_wrapped"]:
-            listener.model_wrapped(model)
-
-    def _hear_unwrapped(self, optimizer: Optimizer) -> None:
-        for listener in self.job.listeners.hearing["optimizer_unwrapped"]:
-            listener.optimizer_unwrapped(optimizer)
+            self.job.listeners.tell("model_wrapped", model)
 
     def become_served(self) -> None:
         """Turns a single process that trains alone into one whose updates happen on servers.
@@ -132,12 +120,13 @@ class Session:
                 f"fleet.init_worker(): the job has no servers and trains with {', '.join(strange)}, which parameter "
                 "servers do not support. Turn these options off, or omit init_worker()."
             )
+        # Strategies that both plans have are kept, with their state. Everything is checked before anything changes.
         made = plan(self.options, self.job.world_size, collective=False)
         known = {type(strategy): strategy for strategy in self.strategies}
         strategies = [known.get(step) or step(_config_of(step, self.options), self.job) for step in made.steps]
         fresh = [strategy for strategy in strategies if type(strategy) not in known]
         for optimizer in self.optimizers:
-            self._hear_unwrapped(optimizer.user_optimizer)
+            self.job.listeners.tell("optimizer_unwrapped", optimizer.user_optimizer)
         for strategy in fresh:
             for model in self.models:
                 strategy.check_model(model.module)
@@ -168,6 +157,7 @@ class Session:
                 f"{', '.join(acting)} {_acts(acting)} in it. Use the model that it returned (parameters may "
                 "be added to it), or call fleet.init() and wrap a new module."
             )
+        # All checks come before the first strategy changes anything.
         mark_parts(module)
         share_experts(module, self.job.axes)
         for strategy in self.strategies:
@@ -186,7 +176,7 @@ class Session:
         if states.has_stages:
             model.note_names_elsewhere(states.names(list(module.state_dict())))
         self.models.append(model)
-        self._hear_model(model)
+        self.job.listeners.tell("model_wrapped", model)
         return model
 
     def _cut(self, module: nn.Module, loss_fn: Any) -> nn.Module:
@@ -222,7 +212,7 @@ class Session:
             raise ConfigError(f"distributed_optimizer() takes a torch.optim.Optimizer, got {optimizer!r}.")
         if self.server_job is None and (publication := sys.modules.get(_PUBLICATION)) is not None:
             publication.refuse_asked()
-        self._hear_unwrapped(optimizer)
+        self.job.listeners.tell("optimizer_unwrapped", optimizer)
         if self.job.collective and self.job.axes.size(*MODEL_AXES) > 1:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             check_parts_of_model(optimizer, has_parts=any(layout_of(p) is not None for p in parameters))
@@ -240,10 +230,10 @@ class Session:
 
     def close(self) -> None:
         """Releases everything the strategies hold; the session is over."""
+        # The roll call first: others that wait for this worker hear at once that it has ended.
         self.job.closed = True
         self.job.leave_roll_call()
-        for listener in self.job.listeners.hearing["close"]:
-            listener.close()
+        self.job.listeners.tell("close")
         for strategy in self.strategies:
             strategy.close()
         self._use([])
@@ -277,6 +267,7 @@ class Session:
         job = self.job
         degrees = plan_axes(self.options, self.job.world_size)
         experts = plan_expert_axes(self.options, self.job.world_size)
+        # Options that change no degree keep the groups.
         if degrees != self.degrees or experts != self.job.axes.experts:
             timeout_s = Environment().float("PADDLE_PG_TIMEOUT") / 1000
             job.axes = make_axes(degrees, self.job.global_rank, job.process_group, timeout_s, experts)
@@ -301,7 +292,7 @@ class Session:
         return chain
 
     def _wrapped(self, module: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Returns the user's module after MODULE-stage strategies, and the module as all strategies wrap it."""
+        """Returns the user's module after MODULE-stage strategies, and the outermost wrapper of all strategies."""
         names = [name for name, _ in module.named_parameters()]
         for strategy in self.strategies:
             strategy.prepare_model(module)
@@ -321,7 +312,7 @@ class Session:
 
 
 class _StrategiesHear(Listener):
-    """Passes on what the strategies of a session, its optimizers and its servers hear."""
+    """Tells the strategies of a session, its optimizers and its servers what they must hear."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -345,7 +336,7 @@ class _StrategiesHear(Listener):
             )
 
     def before_save(self) -> None:
-        """Warns when a state saved now is not what every worker has."""
+        """Warns when a state saved now would differ between workers."""
         if self._session.server_job is not None and not self._session.job.closed:
             self._session.server_job.before_save()
         for optimizer in self._session.optimizers:
@@ -364,7 +355,7 @@ def _returned(made: Wrapped | None, strategy: Strategy, hook: str) -> Wrapped:
 
 
 def _model_class(module: nn.Module) -> type[FleetModel]:
-    """Returns the class of what :meth:`Session.wrap_model` makes of ``module``."""
+    """Returns the class in which :meth:`Session.wrap_model` wraps ``module``."""
     if not isinstance(module, StagedLayers):
         return FleetModel
     from fleet.training.pipeline_model import PipelineModel  # most jobs do not need the engine that it imports

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fleet._addresses import means_itself
-from fleet._log import LOGGER, show_log
 from fleet.checks.both_wrapped import BothWrapped
 from fleet.checks.changed_parameters import ChangedParameters
 from fleet.checks.copies import Copies
@@ -24,7 +22,9 @@ from fleet.checks.raw_steps import RawSteps
 from fleet.checks.same_job import SameJob
 from fleet.checks.same_rows import SameRows, SameSequences
 from fleet.checks.watched import Watched
-from fleet.elastic._health import start_health
+from fleet.common.addresses import means_itself
+from fleet.common.log import LOGGER, show_log
+from fleet.elastic.health import start_health
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.job import Job
@@ -33,29 +33,37 @@ from fleet.job.session import Session
 from fleet.job.whereabouts import user_line
 from fleet.options import DistributedStrategy
 from fleet.profile.step_watch import StepWatch
-from fleet.role.record import Role
 from fleet.role_maker import PaddleCloudRoleMaker
+from fleet.role_maker.record import Role
 from fleet.strategies._declare.strategy_plan import Plan, plan
 from fleet.trackers.run_log import RunLog
 from fleet.training.batch_loops import BatchLoops
+from fleet.training.update_mean import UpdateMeans
 
 if TYPE_CHECKING:
-    from fleet.role.record import RoleRecord
     from fleet.role_maker import RoleMakerBase
+    from fleet.role_maker.record import RoleRecord
 
 
 _HOST = torch.device("cpu")
 
 
-def start_session(role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy) -> Session:
-    """Returns the session of this process; its process group runs when there is more than one worker."""
+def start_session(
+    role_maker: RoleMakerBase | None, collective: bool, options: DistributedStrategy, end_former: Callable[[], None]
+) -> Session:
+    """Returns the session of this process; its process group runs when there is more than one worker.
+
+    ``end_former`` ends the session before, once the role and the options are known to be right.
+    """
     role_maker = role_maker if role_maker is not None else PaddleCloudRoleMaker(is_collective=collective)
-    record, collective = role_maker.record, collective or role_maker.is_collective
+    record = role_maker.record
+    collective = collective or role_maker.is_collective
     check_role(record, collective)
     # Without servers there is nothing for the parameter-server options to act on, whatever was passed.
     made = plan(options, record.world_size, collective=not record.server_endpoints)
     environment = Environment()
     device = torch.device("cpu") if record.kind is Role.SERVER else choose_device(record, environment)
+    end_former()
     show_log()
     alone = record.world_size == 1 and not collective
     # With servers, the notes come with the optimizer and its strategy. A single process may still start a server later.
@@ -101,7 +109,7 @@ def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
     """Returns the session of ``job``; everything that listens to the job is there.
 
     They hear each point in this order: a clock starts before the checks of a step, and a step is measured before it is
-    logged. What all workers must have alike is compared before the session makes groups of them.
+    logged. SameJob compares the options of all workers before the session makes groups of them.
     """
     add = job.listeners.add
     add(SameJob(job))
@@ -122,6 +130,7 @@ def new_session(job: Job, role_maker: RoleMakerBase, made: Plan) -> Session:
     add(SameRows(job))
     add(OwnRows(job))
     add(OwnDraws(job))
+    add(UpdateMeans(job))
     add(RunLog(job))
     start_health(job)
     return session
@@ -147,7 +156,8 @@ def late_meeting(record: RoleRecord, environment: Environment) -> Callable[..., 
 
     def meet(device: torch.device = _HOST) -> dist.ProcessGroup:
         # A launcher that restarts failed processes one by one keeps the generation, and so the keys.
-        meeting, place = replace(meeting_of(met, environment, device), rejoins=True), user_line()
+        meeting = replace(meeting_of(met, environment, device), rejoins=True)
+        place = user_line()
         if device == _HOST:
             meeting = replace(meeting, backend="gloo")
         return start_process_group(meeting, lambda line: LOGGER.info("%s joins the other workers: %s", place, line))

@@ -1,8 +1,8 @@
-"""UtilBase: what ``fleet.util`` is. Collective operations on host arrays, file shards, printing on one rank.
+"""UtilBase, the class of ``fleet.util``: collective operations on host arrays, file shards, printing on one rank.
 
 [Note: Headers]
-Before any data, each process leaves a header in the roll call: dtype and shape. So a call that does not match the
-others', or that not all make, raises on every rank and names the ranks, where a bare gloo call would hang or abort.
+Before any data, each process leaves a header in the roll call: dtype and shape. So a call that differs between workers,
+or that only some make, raises on every rank and names the ranks, where a bare gloo call would hang or abort.
 Nothing needs pickle.
 """
 
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fleet._file_shard import split_files
+from fleet.common.file_shard import split_files
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
 from fleet.job.job_workers import Workers
-from fleet.role.record import Role
+from fleet.role_maker.record import Role
 
-HostArray: TypeAlias = Any  # an array for an array, a number for a number
+HostArray: TypeAlias = Any  # an array for an array, a list for a list, a number for a number
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _KINDS = "biufcSU"
@@ -49,7 +49,7 @@ class UtilBase:
         self.fs_client: object = None
 
     def _set_role_maker(self, role_maker: Any) -> None:
-        """Takes rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
+        """Reads rank and size from a role maker where no session runs (Fleet's own way to create a UtilBase)."""
         self._job = Workers(record=role_maker.record, device=torch.device("cpu"), collective=False)
 
     def set_file_system(self, fs_client: object) -> None:
@@ -59,11 +59,11 @@ class UtilBase:
     def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> HostArray:
         """Returns the sum, minimum or maximum of ``input`` over all workers.
 
-        Shape and dtype are those of ``input``; a number gives a numpy number; int64 and float64 are exact. The sum of
-        bool arrays is a count, as int64. float16 is summed in float32.
+        Shape and dtype are those of ``input``; a number gives a numpy number, a list a list; int64 and float64 are
+        exact. The sum of bool arrays is a count, as int64. float16 is summed in float32.
 
         Args:
-            input: number, array or tensor; the same shape and dtype on every worker.
+            input: number, list, array or tensor; the same shape and dtype on every worker.
             mode: "sum", "min" or "max".
             comm_world: "worker"; "all" is the same in a job without parameter servers.
 
@@ -78,12 +78,12 @@ class UtilBase:
         if array.dtype.kind == "b" and mode == "sum":
             array = array.astype(np.int64)
         group = self._group("all_reduce", comm_world)
-        if group is None:
-            return _number_or_array(array.copy())
-        job = self._need_job("all_reduce")
-        _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), job.global_rank)
-        with job.explaining():
-            return _number_or_array(_reduce(array, mode, group))
+        if group is not None:
+            job = self._need_job("all_reduce")
+            _check_headers(self._meet(f"fleet.util.all_reduce(mode={mode!r})", array), job.global_rank)
+            with job.explaining():
+                array = _reduce(array, mode, group)
+        return array.tolist() if isinstance(input, list) else _number_or_array(array.copy())
 
     def all_gather(self, input: Any, comm_world: str = "worker") -> list[HostArray]:
         """Returns the ``input`` of every worker, in rank order; numbers, strings or arrays, whose shapes may differ.
@@ -132,7 +132,7 @@ class UtilBase:
         return split_files(files, job.data_rank, job.data_replicas)
 
     def print_on_rank(self, message: object, rank_id: int) -> None:
-        """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError when there is none."""
+        """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError for a rank outside the job."""
         job = self._need_job("print_on_rank")
         if type(rank_id) is not int or not 0 <= rank_id < job.world_size:
             raise ConfigError(f"print_on_rank(rank_id={rank_id!r}) takes a rank from 0 to {job.world_size - 1}.")
@@ -142,13 +142,15 @@ class UtilBase:
     def reduce_replicas(self, input: Any, mode: str = "sum") -> HostArray:
         """Returns :meth:`all_reduce` of ``input``, with one value for each group of workers that see the same tokens.
 
-        That of a group is the value on the last stage of a pipeline, where outputs are, and the first part of divided
+        A group's value comes from the last stage of a pipeline, where outputs are, and the first part of divided
         layers. Without mp and pp it is :meth:`all_reduce`.
         """
         if self._counts("all_reduce"):
             return self.all_reduce(input, mode)
+        # Every worker makes the call; the others bring a value that changes nothing.
         array = _as_array(input, "all_reduce")
-        return self.all_reduce(np.full_like(array, _neutral(mode, array.dtype)), mode)
+        nothing = np.full_like(array, _neutral(mode, array.dtype))
+        return self.all_reduce(nothing.tolist() if isinstance(input, list) else nothing, mode)
 
     def gather_replicas(self, input: Any) -> list[HostArray]:
         """Returns :meth:`all_gather` of the array ``input`` of one dim, empty for those that :meth:`reduce_replicas`
@@ -253,7 +255,8 @@ def _check_headers(headers: list[list[int]], rank: int) -> None:
 
 
 def _dtype(header: list[int]) -> np.dtype[Any]:
-    kind, size = _KINDS[header[0]], header[1]
+    kind = _KINDS[header[0]]
+    size = header[1]
     return np.dtype(f"{kind}{size // 4 if kind == 'U' else size}")
 
 
@@ -265,8 +268,10 @@ def _reduce(
     array: np.ndarray[Any, np.dtype[Any]], mode: str, group: dist.ProcessGroup
 ) -> np.ndarray[Any, np.dtype[Any]]:
     """All-reduces in a dtype gloo supports, chosen so that the result in ``array.dtype`` is exact for integers."""
-    dtype, shape = array.dtype, array.shape
+    dtype = array.dtype
+    shape = array.shape
     flat = array.reshape(-1)
+    # gloo reduces neither complex numbers nor booleans nor most integers: they travel as numbers that it knows.
     if dtype.kind == "c":
         moved = flat.view(np.float32 if dtype.itemsize == 8 else np.float64)
     elif dtype.kind == "b":
@@ -299,6 +304,7 @@ def _gather(
     longest = max(sizes)
     if longest == 0:
         return [np.empty(header[2:], _dtype(header)) for header in headers]
+    # As bytes, so that strings and all dtypes travel; on the CPU even where the script has set a default device.
     own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     own[: array.nbytes] = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     found = [torch.empty_like(own) for _ in headers]

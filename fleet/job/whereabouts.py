@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ _MAX_SOURCE = 60
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a worker reports about itself.
+    """A worker's report about itself.
 
     Attributes:
         state: BUSY in its own work, WAITS in a torch exchange, MEETS in a call that every worker makes, ENDED, or
@@ -41,7 +42,7 @@ class Whereabouts:
         where: the line of the user's script, or how it ended.
         call: the call in which it MEETS, or torch's function in which it WAITS, where that is known.
         step: steps it has finished.
-        since_s: how long it has been in WAITS without running.
+        since_s: seconds that it has been in WAITS without running.
     """
 
     state: str
@@ -51,12 +52,12 @@ class Whereabouts:
     since_s: float = 0.0
 
     def to_text(self) -> str:
-        """Returns what :meth:`from_text` reads."""
+        """Returns the text for :meth:`from_text`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: bytes | str) -> Whereabouts:
-        """Returns what another worker wrote."""
+        """Returns the report that another worker wrote."""
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
@@ -75,8 +76,9 @@ class Whereabouts:
 def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
     """Returns whether some worker may still make the call that the others wait for.
 
-    A worker that has not run for ``waited_s`` seconds in an exchange cannot, nor can one that waits in a call of all
-    workers. Where all wait at one line, the exchange may be slow, unless they wait in different ones twice as long.
+    A worker that has not run for ``waited_s`` seconds in an exchange cannot, nor can a worker that waits in a call of
+    all workers. Where all wait at one line, the exchange may be slow, unless they wait in different exchanges twice as
+    long.
 
     Example:
         >>> can_go_on({0: Whereabouts(MEETS), 1: Whereabouts(BUSY)}, 1.0)
@@ -93,7 +95,7 @@ def can_go_on(found: Mapping[int, Whereabouts], waited_s: float) -> bool:
 
 
 def account(found: Mapping[int, Whereabouts], described: Described | None = None) -> str:
-    """Returns a line for each place, with the ranks that are there and where these are on the mesh."""
+    """Returns a line for each place in the script, with the ranks that are there and their places on the mesh."""
     ranks: dict[str, list[int]] = {}
     for rank, at in sorted(found.items()):
         ranks.setdefault(f"{at}", []).append(rank)
@@ -121,33 +123,41 @@ def collective_of(frame: FrameType) -> str:
 
 def user_line(frame: FrameType | None = None) -> str:
     """Returns the innermost line of the user's code at ``frame`` (the caller's) or outside it, with its text."""
-    frames = list(_outward(frame or sys._getframe(1)))
-    own = next((f for f in frames if _is_own(f.f_code.co_filename)), frames[-1])
-    return _line(own.f_code.co_filename, own.f_lineno)
+    own = user_frame(frame or sys._getframe(1))
+    return line_text(own.f_code.co_filename, own.f_lineno)
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """Returns the innermost frame of the user's code at ``frame`` or outside it; without any, the outermost frame."""
+    while not _is_own(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def how_it_ended(error: BaseException | None) -> str:
-    """Returns what a worker that ends with ``error`` reports about it."""
+    """Returns the report of a worker that ends with ``error``."""
     return "" if error is None else f" with {type(error).__name__} at {user_line_of(error.__traceback__)}"
 
 
 def user_line_of(trace: TracebackType | None, otherwise: str = "an unknown line") -> str:
-    """Returns the innermost line of the user's code in a traceback, or ``otherwise`` where there is none."""
+    """Returns the innermost line of the user's code in a traceback, or ``otherwise`` if no frame is the user's."""
     found = otherwise
     while trace is not None:
         if _is_own(trace.tb_frame.f_code.co_filename):
-            found = _line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            found = line_text(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
 
 
-def _line(file: str, number: int) -> str:
+def line_text(file: str, number: int) -> str:
+    """Returns a line's place and text: ``"train.py:9 `loss.backward()`"``."""
     source = linecache.getline(file, number).strip()
     inside = file.startswith(os.getcwd() + os.sep)
     shown = f"{os.path.relpath(file) if inside else file}:{number}"
     return f"{shown} `{source[:_MAX_SOURCE]}`" if source else shown
 
 
+@cache
 def _is_own(file: str) -> bool:
     return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
 

@@ -1,4 +1,4 @@
-"""WrappedModel: what a job knows of a model that ``fleet.distributed_model`` returned."""
+"""WrappedModel: the part of a model from ``fleet.distributed_model`` that a job knows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 
 class WrappedModel(nn.Module):
-    """Base of the models that a job trains; FleetModel is the one that fills it.
+    """Base of the models that a job trains; FleetModel derives from it.
 
     Attributes:
         _chain: the module that calls run, with every strategy around the user's.
         _passes: the forwards and backward passes of the chain.
         _redirected: the method that runs inside the wrapped forward now, an empty text while none does.
+        runs_micro_batches: whether a call that makes a whole update of micro-batches is under way.
     """
+
+    runs_micro_batches: bool = False
 
     _chain: nn.Module
     _passes: Passes

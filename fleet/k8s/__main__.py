@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fleet.errors import ConfigError, FleetError
-from fleet.k8s._paddle_job import PaddleJob, read_job
-from fleet.k8s._render import TARGETS, render
-from fleet.k8s._yaml import read_documents, write_documents
+from fleet.common.limited_yaml import MAX_TEXT
+from fleet.common.plain_files import read_small
+from fleet.errors import ConfigError, FleetError, UnsupportedOptionError
+from fleet.k8s.paddle_job import PaddleJob, is_label, read_job
+from fleet.k8s.render import TARGETS, render
+from fleet.k8s.yaml import read_documents, write_documents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,8 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "operator":
-            from fleet.k8s._run_operator import run_operator
-
             check_etcd_server(arguments.etcd_server)
             return run_operator(arguments)
         jobs = read_file(arguments.file)
@@ -32,10 +32,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def run_operator(arguments: argparse.Namespace) -> int:
+    """Runs the operator until a signal arrives; returns the exit status.
+
+    Raises:
+        ConfigError: ``--liveness``, ``--namespace`` or ``--kubeconfig`` is not an address and port, a name, or a file.
+        UnsupportedOptionError: the extra is not installed.
+    """
+    liveness = liveness_url(arguments.liveness)
+    if arguments.namespace is not None and not is_label(arguments.namespace):
+        raise ConfigError(
+            f"--namespace is {arguments.namespace!r}; it takes the name of a namespace: lower-case letters, digits and "
+            "'-'. Omit it to watch all."
+        )
+    if arguments.kubeconfig is not None and not Path(arguments.kubeconfig).is_file():
+        raise ConfigError(f"--kubeconfig is {arguments.kubeconfig!r}; no such file exists.")
+    try:
+        import kopf
+
+        from fleet.k8s.handlers import Options, register
+    except ImportError as error:
+        raise UnsupportedOptionError(
+            f"The operator needs the extra k8s ({error}). Install it with: pip install 'torch-fleet[k8s]'"
+        ) from error
+    options = Options(namespace=arguments.namespace, etcd_server=arguments.etcd_server, kubeconfig=arguments.kubeconfig)
+    registry = kopf.OperatorRegistry()
+    register(registry, options)
+    kopf.configure(verbose=False)
+    kopf.run(
+        registry=registry,
+        standalone=True,
+        clusterwide=options.namespace is None,
+        namespaces=[options.namespace] if options.namespace else [],
+        liveness_endpoint=liveness,
+    )
+    return 0
+
+
+def liveness_url(text: str | None) -> str | None:
+    """Returns where the health check listens, from ``address:port``; raises ConfigError for other text."""
+    if text is None:
+        return None
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--liveness is {text!r}; it takes address:port, with an address of this pod.")
+    return f"http://{text}/healthz"
+
+
 def read_file(path: str) -> list[PaddleJob]:
     """Returns the jobs of a YAML file, which may hold several documents; ``-`` is standard input."""
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else read_small(path, MAX_TEXT).decode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 import kopf
 
-from fleet.k8s._handlers import Options, register
+from fleet.k8s.handlers import Options, register
 
 register(kopf.get_default_registry(), Options())

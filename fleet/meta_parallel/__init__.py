@@ -6,50 +6,30 @@ resolved at first use.
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
-_TENSOR = "fleet.strategies.tensor_parallel"
-_SEGMENT = "fleet.meta_parallel.segment_parallel"
-_PIPELINE = "fleet.strategies.pipeline"
-_SPEC = "fleet.meta_parallel.layer_spec"
-_WRAPPER = "fleet.meta_parallel.wrapper_names"
-_HOMES = {
-    "build_spec_layer": _SPEC,
-    "ColumnParallelLinear": f"{_TENSOR}.layers",
-    "DualPipeVParallel": _WRAPPER,
-    "get_rng_state_tracker": f"{_TENSOR}.streams",
-    "get_spec_layer": _SPEC,
-    "import_spec_layer": _SPEC,
-    "LayerDesc": f"{_PIPELINE}.descriptions",
-    "LayerSpec": _SPEC,
-    "LocalSharedLayerDesc": f"{_PIPELINE}.descriptions",
-    "model_parallel_random_seed": "fleet.meta_parallel.seeds",
-    "NoPipelineParallel": _WRAPPER,
-    "ParallelCrossEntropy": f"{_TENSOR}.cross_entropy",
-    "ParallelMultiLabelCrossEntropy": f"{_TENSOR}.cross_entropy",
-    "PipelineDatasetPreprocessor": f"{_PIPELINE}.micro_batches",
-    "PipelineLayer": "fleet.meta_parallel.pipeline_layer",
-    "PipelineParallel": "fleet.training.pipeline_model",
-    "PipelineParallelMicroStepLocations": f"{_PIPELINE}.hooks",
-    "PipelineParallelWithInterleave": _WRAPPER,
-    "PipelineParallelWithInterleaveFthenB": _WRAPPER,
-    "register_global_pipeline_parallel_hook": f"{_PIPELINE}.hooks",
-    "ReshardLayer": _SEGMENT,
-    "ring_attention": "fleet.meta_parallel.context_parallel",
-    "RNGStatesTracker": "fleet.strategies._shared.random_streams",
-    "RowParallelLinear": f"{_TENSOR}.layers",
-    "SegmentParallel": _WRAPPER,
-    "sep_attention": _SEGMENT,
-    "sequence_mean": _SEGMENT,
-    "sequence_positions": "fleet.meta_parallel.context_parallel",
-    "ShardingParallel": _WRAPPER,
-    "SharedLayerDesc": f"{_PIPELINE}.descriptions",
-    "split_inputs_sequence_dim": _SEGMENT,
-    "split_inputs_sequence_dim_load_balance": "fleet.meta_parallel.context_parallel",
-    "TensorParallel": _WRAPPER,
-    "VocabParallelEmbedding": f"{_TENSOR}.layers",
-    "VPPFhenBInBalancedMemory": _WRAPPER,
+# The module that holds each name.
+_NAMES = {
+    "fleet.meta_parallel.layer_spec": "build_spec_layer get_spec_layer import_spec_layer LayerSpec",
+    "fleet.strategies.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "fleet.meta_parallel.wrapper_names": (
+        "DualPipeVParallel NoPipelineParallel PipelineParallelWithInterleave "
+        "PipelineParallelWithInterleaveFthenB SegmentParallel ShardingParallel TensorParallel "
+        "VPPFhenBInBalancedMemory"
+    ),
+    "fleet.strategies.tensor_parallel.streams": "get_rng_state_tracker",
+    "fleet.strategies.pipeline.descriptions": "LayerDesc LocalSharedLayerDesc SharedLayerDesc",
+    "fleet.meta_parallel.seeds": "model_parallel_random_seed",
+    "fleet.strategies.tensor_parallel.cross_entropy": "ParallelCrossEntropy ParallelMultiLabelCrossEntropy",
+    "fleet.strategies.pipeline.micro_batches": "PipelineDatasetPreprocessor",
+    "fleet.meta_parallel.pipeline_layer": "PipelineLayer",
+    "fleet.training.pipeline_model": "PipelineParallel",
+    "fleet.strategies.pipeline.hooks": "PipelineParallelMicroStepLocations register_global_pipeline_parallel_hook",
+    "fleet.meta_parallel.segment_parallel": "ReshardLayer sep_attention split_inputs_sequence_dim",
+    "fleet.meta_parallel.context_parallel": "ring_attention sequence_positions split_inputs_sequence_dim_load_balance",
+    "fleet.strategies._shared.random_streams": "RNGStatesTracker",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 _MODULES = ("parallel_layers",)
 

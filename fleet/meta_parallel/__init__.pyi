@@ -18,7 +18,6 @@ from fleet.meta_parallel.pipeline_layer import PipelineLayer as PipelineLayer
 from fleet.meta_parallel.seeds import model_parallel_random_seed as model_parallel_random_seed
 from fleet.meta_parallel.segment_parallel import ReshardLayer as ReshardLayer
 from fleet.meta_parallel.segment_parallel import sep_attention as sep_attention
-from fleet.meta_parallel.segment_parallel import sequence_mean as sequence_mean
 from fleet.meta_parallel.segment_parallel import split_inputs_sequence_dim as split_inputs_sequence_dim
 from fleet.meta_parallel.wrapper_names import DualPipeVParallel as DualPipeVParallel
 from fleet.meta_parallel.wrapper_names import NoPipelineParallel as NoPipelineParallel
@@ -81,7 +80,6 @@ __all__ = [
     "register_global_pipeline_parallel_hook",
     "ring_attention",
     "sep_attention",
-    "sequence_mean",
     "sequence_positions",
     "split_inputs_sequence_dim",
     "split_inputs_sequence_dim_load_balance",

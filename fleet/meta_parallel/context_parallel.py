@@ -33,8 +33,8 @@ def split_inputs_sequence_dim_load_balance(
 
     Args:
         inputs: a tensor ``[rows, tokens]``, or a dictionary of such tensors, with the tokens of whole sequences.
-        rank: the place along cp; ``None`` is that of this worker.
-        degree: the number of workers along cp; ``None`` is that of the job.
+        rank: the place along cp; ``None`` is this worker's.
+        degree: the number of workers along cp; ``None`` is the job's.
         dim: the dimension of the tokens.
 
     Raises:
@@ -60,7 +60,7 @@ def split_inputs_sequence_dim_load_balance(
 def sequence_positions(num_tokens: int) -> Tensor:
     """Returns the positions of this worker's tokens in a sequence of ``num_tokens``, in the order it holds them.
 
-    Along cp they are those of the balanced order (``split_inputs_sequence_dim_load_balance``), along sep a segment;
+    Along cp they have the balanced order (``split_inputs_sequence_dim_load_balance``), along sep they are a segment;
     with both, a segment of the balanced part.
     """
     return split_inputs_sequence_dim(split_inputs_sequence_dim_load_balance(torch.arange(num_tokens)))

@@ -1,4 +1,4 @@
-"""LayerSpec: a layer that is described by its class, or by where its class is, and built later."""
+"""LayerSpec: a layer that is described by its class, or by the place of its class, and built later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Made = Callable[..., Any]
 
 @dataclass
 class LayerSpec:
-    """What :func:`build_spec_layer` builds.
+    """A layer for :func:`build_spec_layer`.
 
     Args:
         layer: the class of the layer, a function, or ``("module", "Class")``, which is imported at first use.
@@ -36,7 +36,7 @@ def import_spec_layer(layer_path: Sequence[str]) -> Any:
     """Returns the object at ``("module", "name")``.
 
     Raises:
-        ConfigError: there is none. Fleet prints a line there and returns ``None``.
+        ConfigError: it does not exist. Fleet prints a line there and returns ``None``.
     """
     if isinstance(layer_path, str) or len(layer_path) != 2:
         raise ConfigError(f"LayerSpec(layer={layer_path!r}) names a layer by its module and its name, as two texts.")

@@ -1,4 +1,4 @@
-"""PipelineLayer: a model as a list of layers, of which each worker builds those of its stage."""
+"""PipelineLayer: a model as a list of layers; each worker builds the layers of its stage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PipelineLayer(StagedLayers):
 
     Args:
         layers: ``LayerDesc``, ``SharedLayerDesc``, ready layers and functions, in order; or an ``nn.Sequential``.
-            Each takes what the one before returned, a tuple as one argument.
+            Each takes the result of the layer before it, a tuple as one argument.
         num_stages: must be the pp degree, when given.
         topology: accepted; its pipe axis must be the pp degree.
         loss_fn: ``loss_fn(output, label)``, a mean over the rows that it is given; or a list of such functions. A
-            warning names one that is no such mean, as far as two micro-batches show it.
+            warning names a function that is no such mean, as far as two micro-batches show it.
         seg_method: ``"uniform"``, ``"layer:REGEX"`` (class names) or a list of the first layer of each part.
         recompute_interval: above 0, each run of so many layers computes its activations again in backward.
         recompute_ctx: ``{"offload": True}`` keeps the inputs of these runs in host memory.

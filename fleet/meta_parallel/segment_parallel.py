@@ -1,17 +1,16 @@
-"""Sequences divided over the sep axis: the split of the inputs, the exchange inside attention, and the loss."""
+"""Sequences divided over the sep axis: the split of the inputs, and the exchange inside attention."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fleet.checks.same_rows import SameSequences
 from fleet.errors import ConfigError
-from fleet.job.axes import SEQUENCE_AXES, Axes
+from fleet.job.axes import Axes
 from fleet.job.running import running_job
 from fleet.strategies.tensor_parallel import regions
 
@@ -34,10 +33,12 @@ def axis_group(axis: str, given: Any, call: str) -> dist.ProcessGroup | None:
     """
     if given is None:
         return running_axes(call).group(axis)
-    group, job = regions.group_of(given), running_job()
+    group = regions.group_of(given)
+    job = running_job()
     if group is None or job is None:
         return group
-    ranks, own = dist.get_process_group_ranks(group), list(job.axes.ranks(axis))
+    ranks = dist.get_process_group_ranks(group)
+    own = list(job.axes.ranks(axis))
     if ranks != own:
         raise ConfigError(
             f"{call} got a group of the ranks {ranks}; along {axis} this worker is with {own}, and the gradients are "
@@ -53,8 +54,8 @@ def split_inputs_sequence_dim(
 
     Args:
         inputs: a tensor ``[rows, tokens]``, or a dictionary of such tensors, with the tokens of whole sequences.
-        sep_rank: the place along sep; ``None`` is that of this worker.
-        sep_degree: the number of segments; ``None`` is that of the job.
+        sep_rank: the place along sep; ``None`` is this worker's.
+        sep_degree: the number of segments; ``None`` is the job's.
         dim: the dimension of the tokens.
 
     Raises:
@@ -72,35 +73,6 @@ def split_inputs_sequence_dim(
 
     note_rows(inputs, "sep", degree)
     return each(inputs, segment)
-
-
-def sequence_mean(loss_sum: Tensor, count: Tensor | int) -> Tensor:
-    """Returns the mean of a loss over the tokens of whole sequences, of which each worker holds a part.
-
-    The value is that of the whole sequence, on every worker, and this is the one form of a loss: workers that begin
-    backward from different losses raise at the first steps. In backward each worker's tokens contribute their share:
-    gradients are summed over sep and cp, so a mean over a worker's own tokens would make them as many times too large
-    as the sequence has parts. A term that every worker computes whole, such as a penalty on the weights, is added as
-    ``sequence_mean(penalty, 1)`` for the same reason, also where it takes ``p.full_tensor()`` in
-    sharding stages 2 and 3.
-
-    Args:
-        loss_sum: the sum of the loss over this worker's tokens.
-        count: how many tokens the sum covers, such as the number of labels that are not ignored.
-
-    Example:
-        >>> logits, labels = torch.zeros(2, 3, 5), torch.tensor([[1, 2, -100], [4, 0, 0]])
-        >>> losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        >>> print(fleet.meta_parallel.sequence_mean(losses, (labels != -100).sum()))
-        tensor(1.6094)
-    """
-    job = running_job()
-    group = None if job is None else job.axes.group(*SEQUENCE_AXES)
-    total = torch.as_tensor(count, device=loss_sum.device).detach().to(torch.float64).clone()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    # Nothing to learn from where all labels are ignored: 0, and not nan.
-    return regions.reduce_from(loss_sum / total.clamp(min=1).to(loss_sum.dtype), group)
 
 
 class ReshardLayer(nn.Module):
@@ -232,7 +204,8 @@ def place_along(axis: str, rank: int | None, degree: int | None, call: str) -> t
     """Returns ``rank`` and ``degree``, each taken from the running job where it is ``None``."""
     if rank is None or degree is None:
         axes = running_axes(call)
-        rank, degree = axes.rank(axis) if rank is None else rank, axes.size(axis) if degree is None else degree
+        rank = axes.rank(axis) if rank is None else rank
+        degree = axes.size(axis) if degree is None else degree
     if not 0 <= rank < degree:
         raise ConfigError(f"{call}: place {rank} of {degree} does not exist; places are 0 to {degree - 1}.")
     return rank, degree

@@ -1,4 +1,4 @@
-"""Fleet's names of what ``distributed_model`` returns, for ``isinstance``: one class here, one name for each mesh.
+"""Fleet's names of the results of ``distributed_model``, for ``isinstance``: one class here, one name for each mesh.
 
 ``PipelineParallel`` is the class of every model made from a PipelineLayer, which all have ``train_batch``.
 """
@@ -48,7 +48,7 @@ class NoPipelineParallel(metaclass=_WrapperName):
 
 
 class PipelineParallelWithInterleave(metaclass=_WrapperName):
-    """A PipelineLayer on a mesh with stages, of which each has several chunks."""
+    """A PipelineLayer on a mesh with stages that each have several chunks."""
 
 
 class PipelineParallelWithInterleaveFthenB(metaclass=_WrapperName):

@@ -31,6 +31,7 @@ def divide_data(port: ScriptPort, *, samplers: bool = True) -> None:
             _name_loop(port, loop, items)
         for other in others if loaders else []:
             port.edits.hand(other, f"{port.source.code(items)} may be this, too", "Give each worker its own rows.")
+        # Several loops may use one loader, which gets one sampler.
         fresh = [call for call in loaders if call not in done]
         done |= set(loaders)
         shuffled = [_divide(port, call, samplers) for call in fresh]
@@ -72,13 +73,12 @@ def _divide(port: ScriptPort, call: cst.Call, samplers: bool) -> bool:
         return False
     name = _named(port, dataset)
     tail = "" if order == "True" else f", shuffle={order}"
-    made = f"sampler={_sampler(port, call, f'{_sampler_class(port)}({name}, {NUM}, {RANK}{tail})')}"
+    text = f"sampler={_sampler(port, call, f'{_sampler_class(port)}({name}, {NUM}, {RANK}{tail})')}"
+    # A loader refuses shuffle beside a sampler, so the sampler takes its place.
     if shuffle is not None:
-        port.edits.replace(shuffle, made)
-    elif stars:
-        port.edits.add_argument(call, made, before=stars[0])
+        port.edits.replace(shuffle, text)
     else:
-        port.edits.add_argument(call, made)
+        port.edits.add_argument(call, text, before=stars[0] if stars else None)
     batch = argument(call, "batch_size", 1)
     size = f" ({port.source.code(batch.value)})" if batch is not None else ""
     port.edits.note(call, f"the batch size{size} is now that of each worker")
@@ -94,7 +94,7 @@ def _advice(port: ScriptPort, call: cst.Call) -> str:
 
 
 def _has_sampler(port: ScriptPort, call: cst.Call) -> bool:
-    """Returns whether the loader's own sampler divides the rows and shuffles; names one that does not divide."""
+    """Returns whether the loader's own sampler divides the rows and shuffles; names it where it does not divide."""
     given = argument(call, "sampler") or argument(call, "batch_sampler")
     found = port.source.origins(given.value) if given is not None else []
     calls = [n for n in found if isinstance(n, cst.Call)]
@@ -119,9 +119,10 @@ def _is_iterable(port: ScriptPort, dataset: cst.BaseExpression) -> bool:
 
 
 def _order_in(port: ScriptPort, call: cst.Call, stars: list[cst.Arg]) -> str | None:
-    """Returns whether the loader shuffles, from the dicts it is called with; None where that cannot be said."""
+    """Returns whether the loader shuffles, by its ``**`` arguments, as code; None where it is unknown."""
     if not stars or b'"shuffle"' not in port.source.data and b"'shuffle'" not in port.source.data:
         return "False"
+    # pop() takes the entry out of the dict, which is right only where no other call uses it.
     name = port.source.code(stars[0].value)
     users = [c for c in port.source.calls for a in c.args if a.star == "**" and port.source.code(a.value) == name]
     alone = len(stars) == 1 and len(users) == 1 and isinstance(stars[0].value, cst.Name)
@@ -129,13 +130,11 @@ def _order_in(port: ScriptPort, call: cst.Call, stars: list[cst.Arg]) -> str | N
 
 
 def _named(port: ScriptPort, dataset: cst.Arg) -> str:
-    """Returns a name of the dataset; one that is made inside the call gets one there."""
+    """Returns a name of the dataset; a dataset made inside the call gets its name there."""
     text = port.source.code(dataset.value)
     if isinstance(dataset.value, cst.Name | cst.Attribute | cst.Subscript):
         return text
-    name = "train_data"
-    while name in port.source.values:
-        name = f"{name}_"
+    name = _free_name(port, "train_data")
     start = port.source.span(dataset.value)[0]
     port.edits.replace_span(start, start, f"({name} := " if dataset.keyword else f"{name} := ")
     if dataset.keyword:
@@ -144,14 +143,19 @@ def _named(port: ScriptPort, dataset: cst.Arg) -> str:
     return name
 
 
-def _sampler(port: ScriptPort, call: cst.Call, made: str) -> str:
-    """Returns ``made``, or a name that it gets on a line of its own where it would make a line too long."""
-    line_start = port.edits.line_start(port.source.span(call.args[-1])[0])
-    line = port.source.data[line_start:].split(b"\n", 1)[0].decode()
-    inside = ":=" in made or made.partition("(")[2].partition(",")[0] not in port.source.data.decode()
-    name = "train_sampler"
+def _free_name(port: ScriptPort, name: str) -> str:
     while name in port.source.values:
         name = f"{name}_"
+    return name
+
+
+def _sampler(port: ScriptPort, call: cst.Call, made: str) -> str:
+    """Returns the code ``made``, or a name that an inserted line gives it where the line would be too long."""
+    line_start = port.edits.line_start(port.source.span(call.args[-1])[0])
+    line = port.source.data[line_start:].split(b"\n", 1)[0].decode()
+    # The dataset gets its name inside the call, after the inserted line.
+    inside = ":=" in made or made.partition("(")[2].partition(",")[0] not in port.source.data.decode()
+    name = _free_name(port, "train_sampler")
     if len(line) + len(made) < _LINE or inside or not port.edits.insert_before(call, f"{name} = {made}"):
         return made
     return name

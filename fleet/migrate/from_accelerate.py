@@ -2,8 +2,8 @@
 
 [Note: What prepare did]
 ``accelerator.prepare`` divides loaders, moves batches, and steps a scheduler once for every process. Here loaders that
-train get a DistributedSampler. Loaders that do not train stay whole: every worker evaluates all rows, so what was
-gathered over the processes is what each worker has. A scheduler steps once for each call.
+train get a DistributedSampler. Loaders that do not train stay whole: every worker evaluates all rows, so it has the
+result that was gathered over the processes before. A scheduler steps once for each call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUNCTIONS = {
     "clip_grad_value_": "torch.nn.utils.clip_grad_value_",
 }
 REMOVED = ("end_training", "free_memory", "clear", "register_for_checkpointing")
-# Methods of which the first argument stays, with what follows it.
+# Methods that go, with the ending that their first argument gets instead.
 FIRST_ARGUMENT = {"unwrap_model": ".module", "no_sync": ".no_sync()", "get_state_dict": ".full_state_dict()"}
 GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 BY_HAND = {
@@ -67,8 +67,10 @@ class AcceleratePort:
     """The edits of one script of Accelerate."""
 
     def __init__(self, port: ScriptPort) -> None:
-        self._port, self._source, self._edits = port, port.source, port.edits
-        self._made = [call for call in self._source.calls if self._source.called(call) in _ACCELERATOR]
+        self._port = port
+        self._source = port.source
+        self._edits = port.edits
+        self._accelerators = [call for call in self._source.calls if self._source.called(call) in _ACCELERATOR]
         self._holders = self._find_holders()
         self._merges = self._accumulates()
         self._used: set[int] = set()
@@ -79,9 +81,9 @@ class AcceleratePort:
         for node in self._source.nodes:
             if isinstance(node, cst.Attribute) and self._source.code(node.value) in self._holders:
                 self._attribute(node)
-        for call in self._made:
+        for call in self._accelerators:
             self._init(call)
-        if not self._made:
+        if not self._accelerators:
             self._edits.note(self._source.module, "it makes no Accelerator, so fleet.init() is called in another file")
             port.import_fleet()
         loops = port.parts.batch_loops()
@@ -92,18 +94,20 @@ class AcceleratePort:
         port.guard_writes()
         self._imports()
 
-    # ---- what holds the accelerator ------------------------------------------------------------------------------
+    # ---- names of the accelerator --------------------------------------------------------------------------------
 
     def _find_holders(self) -> set[str]:
-        source, found = self._source, {"accelerator", "self.accelerator"}
+        source = self._source
+        found = {"accelerator", "self.accelerator"}
         for node in source.nodes:
             if isinstance(node, cst.Param) and self._is_annotated(node):
                 found.add(node.name.value)
+        # Each round follows one more assignment or call; scripts hand it on two or three times.
         for _ in range(4):
             for name, values in source.values.items():
                 for value in values:
-                    made = isinstance(value.node, cst.Call) and value.node in self._made
-                    if made or (value.element is None and source.code(value.node) in found):
+                    is_new = isinstance(value.node, cst.Call) and value.node in self._accelerators
+                    if is_new or (value.element is None and source.code(value.node) in found):
                         found.add(name)
             for function in source.functions.values():
                 for parameter in function.params.params:
@@ -116,7 +120,7 @@ class AcceleratePort:
         return node.annotation is not None and self._source.qualified(node.annotation.annotation) in _ACCELERATOR
 
     def _accumulates(self) -> bool:
-        given = [a for call in self._made if (a := argument(call, "gradient_accumulation_steps")) is not None]
+        given = [a for call in self._accelerators if (a := argument(call, "gradient_accumulation_steps")) is not None]
         return any(self._source.code(a.value) != "1" for a in given)
 
     # ---- Accelerator(...) ----------------------------------------------------------------------------------------
@@ -144,7 +148,8 @@ class AcceleratePort:
 
     def _argument(self, found: cst.Arg) -> None:
         name = found.keyword.value if found.keyword is not None else ""
-        text, strategy = self._source.code(found.value), self._port.strategy
+        text = self._source.code(found.value)
+        strategy = self._port.strategy
         if name == "mixed_precision":
             self._precision(found, text)
         elif name == "gradient_accumulation_steps":
@@ -165,7 +170,8 @@ class AcceleratePort:
             self._edits.hand(found, "there is no rule for this argument", todo + "docs/options.md lists the others.")
 
     def _precision(self, found: cst.Arg, text: str) -> None:
-        kind, strategy = text.strip("\"'"), self._port.strategy
+        kind = text.strip("\"'")
+        strategy = self._port.strategy
         types = {"bf16": "bfloat16", "fp16": "float16"}
         if kind in types:
             strategy += ["strategy.amp = True", f'strategy.amp_configs = {{"dtype": "{types[kind]}"}}']
@@ -180,7 +186,8 @@ class AcceleratePort:
     # ---- accelerator.NAME ----------------------------------------------------------------------------------------
 
     def _attribute(self, node: cst.Attribute) -> None:
-        name, parent = node.attr.value, self._source.parent(node)
+        name = node.attr.value
+        parent = self._source.parent(node)
         call = parent if isinstance(parent, cst.Call) and parent.func is node else None
         if call is not None:
             self._method(name, call, node)
@@ -258,9 +265,7 @@ class AcceleratePort:
 
     def _accumulate(self, call: cst.Call) -> None:
         """``with accelerator.accumulate(model):`` goes; strategy.gradient_merge counts the batches."""
-        self._edits.replace(call, "contextlib.nullcontext()")
-        if "contextlib" not in self._source.imported():
-            self._port.import_fleet("import contextlib")
+        self._empty_context(call)
         self._edits.note(call, "strategy.gradient_merge counts the batches; the with statement does nothing now")
         self._edits.hand(
             call,
@@ -269,10 +274,14 @@ class AcceleratePort:
             "scheduler in the loop advances once for each batch, not for each update.",
         )
 
-    def _first(self, call: cst.Call) -> None:
+    def _empty_context(self, call: cst.Call) -> None:
+        """Replaces the context of a with statement, whose block keeps its indentation."""
         self._edits.replace(call, "contextlib.nullcontext()")
         if "contextlib" not in self._source.imported():
             self._port.import_fleet("import contextlib")
+
+    def _first(self, call: cst.Call) -> None:
+        self._empty_context(call)
         self._edits.hand(
             call,
             "every worker runs this block at the same time now",
@@ -287,7 +296,8 @@ class AcceleratePort:
             self._edits.note(call, "every worker evaluates all rows, so there is nothing to gather")
         elif name == "gather" and _is_mean(self._source.parent(call)) and isinstance(outer, cst.Call):
             inner = call.args[0].value
-            (start, end), (first, last) = self._source.span(outer), self._source.span(inner)
+            start, end = self._source.span(outer)
+            first, last = self._source.span(inner)
             self._edits.replace_span(start, first, "torch.tensor(fleet.all_reduce(")
             self._edits.replace_span(last, end, f".mean().item()) / {NUM})")
         else:
@@ -318,6 +328,7 @@ class AcceleratePort:
                 self._scheduler(call, given)
             elif not kind:
                 self._edits.hand(given, "what it is was not found", _PREPARE)
+        # distributed_model() needs the optimizer: it may divide parameters that the optimizer holds.
         lines.sort(key=lambda line: "distributed_optimizer" not in line)
         indent = self._edits.indent(self._source.statement(call) or call)
         if lines:
@@ -326,9 +337,8 @@ class AcceleratePort:
             self._edits.remove(statement)
 
     def _scheduler(self, call: cst.Call, given: cst.Arg) -> None:
-        if any(
-            "step_scheduler_with_optimizer=False" in self._source.code(made).replace(" ", "") for made in self._made
-        ):
+        made = [self._source.code(call).replace(" ", "") for call in self._accelerators]
+        if any("step_scheduler_with_optimizer=False" in code for code in made):
             return
         self._edits.hand(
             given,
@@ -338,8 +348,9 @@ class AcceleratePort:
         )
 
     def _part(self, node: cst.BaseExpression) -> str:
-        """Returns what ``node`` is: a model, an optimizer, a loader, a scheduler, or '' where that is unknown."""
-        source, text = self._source, self._source.code(node)
+        """Returns the kind of ``node``: "model", "optimizer", "loader" or "scheduler", or '' where it is unknown."""
+        source = self._source
+        text = source.code(node)
         calls = [n for n in source.origins(node) if isinstance(n, cst.Call)]
         names = [source.called(call) or source.code(call.func) for call in calls]
         if any(source.called(call) == "torch.utils.data.DataLoader" for call in calls):
@@ -348,6 +359,7 @@ class AcceleratePort:
             return "scheduler"
         if any(made.name == text or made.call in calls for made in self._port.parts.optimizers()):
             return "optimizer"
+        # Objects of other files are told by the methods that the script calls on them.
         used = {
             c.func.attr.value
             for c in source.calls

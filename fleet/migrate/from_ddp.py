@@ -10,44 +10,21 @@ from fleet.migrate.script_port import NUM, RANK, ScriptPort
 from fleet.migrate.script_source import argument
 
 DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
-# Calls without arguments of a group -> what they become.
+# Calls without arguments of a group -> their replacement.
 CALLS = {
     "torch.distributed.get_rank": RANK,
     "torch.distributed.get_world_size": NUM,
     "torch.distributed.barrier": "fleet.barrier_worker()",
 }
-# Statements that go: the launcher or fleet.init does what they did.
+# Statements that go: the launcher or fleet.init does this work.
 REMOVED = ("torch.distributed.destroy_process_group", "torch.cuda.set_device", "torch.accelerator.set_device_index")
 # Calls that stay, because they use the default group, which fleet.init starts.
 KEPT = [
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-    "monitored_barrier",
-    "is_initialized",
-    "is_available",
-    "is_nccl_available",
-    "is_gloo_available",
-    "get_backend",
-    "ReduceOp",
-    "is_torchelastic_launched",
-]
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "all_gather_object",
+    "broadcast_object_list", "gather_object", "scatter_object_list", "monitored_barrier", "is_initialized",
+    "is_available", "is_nccl_available", "is_gloo_available", "get_backend", "ReduceOp", "is_torchelastic_launched",
+]  # fmt: skip
 # Names that have no counterpart by rule -> what to do.
 BY_HAND = {
     "torch.distributed.new_group": "A mesh comes from strategy.hybrid_configs; a plain group works beside it.",
@@ -83,6 +60,7 @@ def port_ddp(port: ScriptPort) -> None:
         divide_data(port, samplers=False)
     share_scalers(port, condition)
     port.guard_writes()
+    port.name_own_ends()
     _named_attributes(port)
     _name_indices(port)
 
@@ -192,7 +170,8 @@ _ADVICE = {
 def _spawn(port: ScriptPort, call: cst.Call) -> None:
     """Turns mp.spawn(f, args, nprocs) into f(rank, *args): the launcher starts the processes."""
     given = argument(call, "args", 1)
-    function, count = argument(call, "fn", 0), argument(call, "nprocs", 2)
+    function = argument(call, "fn", 0)
+    count = argument(call, "nprocs", 2)
     nested = [
         n for n in port.source.above(call) if isinstance(n, cst.If) and "__name__" not in port.source.code(n.test)
     ]
@@ -211,6 +190,7 @@ def _spawn(port: ScriptPort, call: cst.Call) -> None:
     port.edits.replace(call, f"{function.value.value}({', '.join(['fleet.get_rank()', *passed])})")
     port.import_fleet()
     port.edits.note(call, "the launcher starts the processes: python -m fleet.launch --nproc_per_node=N SCRIPT")
+    # mp.spawn counts processes of one node; rank arithmetic for several nodes would count them twice now.
     body = port.source.functions.get(function.value.value)
     uses = [n for n in port.source.inside(body.body) if isinstance(n, cst.BinaryOperation)] if body else []
     rank = body.params.params[0].name.value if body and body.params.params else ""
@@ -220,7 +200,7 @@ def _spawn(port: ScriptPort, call: cst.Call) -> None:
 
 
 def _environment(port: ScriptPort) -> None:
-    """Removes what the launcher sets, and gives --local_rank its value from the launcher."""
+    """Removes assignments of the launcher's variables, and gives --local_rank its value from the launcher."""
     for node in port.source.nodes:
         if isinstance(node, cst.Assign) and isinstance(node.targets[0].target, cst.Subscript):
             text = port.source.code(node.targets[0].target)

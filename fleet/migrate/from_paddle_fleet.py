@@ -8,7 +8,7 @@ from fleet.migrate.script_port import NUM, RANK, ScriptPort
 from fleet.migrate.script_source import ScriptSource, argument
 from fleet.migrate.training_parts import TrainingParts
 
-# Qualified name, or the start of one that ends in a dot -> what it becomes. The longest one that fits counts.
+# Qualified name, or a prefix that ends in a dot -> its replacement. The longest that fits counts.
 NAMES = {
     "paddle.distributed.fleet.": "fleet.",
     "paddle.distributed.fleet": "fleet",
@@ -28,7 +28,12 @@ NAMES = {
     "paddle.nn.MaxPool2D": "torch.nn.MaxPool2d",
     "paddle.nn.AvgPool2D": "torch.nn.AvgPool2d",
     "paddle.nn.AdaptiveAvgPool2D": "torch.nn.AdaptiveAvgPool2d",
+    "paddle.nn.Conv1D": "torch.nn.Conv1d",
+    "paddle.nn.Silu": "torch.nn.SiLU",
     "paddle.concat": "torch.cat",
+    "paddle.distributed.fleet.utils.recompute": "fleet.utils.recompute",
+    "paddle.equal": "torch.eq",
+    "paddle.transpose": "torch.permute",
     "paddle.to_tensor": "torch.as_tensor",
     "paddle.seed": "torch.manual_seed",
     "paddle.io.Dataset": "torch.utils.data.Dataset",
@@ -36,91 +41,33 @@ NAMES = {
     "paddle.io.DataLoader": "torch.utils.data.DataLoader",
 }
 _SAME_IN_FLEET = [
-    "init_parallel_env",
-    "get_rank",
-    "get_world_size",
-    "spawn",
-    "ParallelEnv",
-]
+    "init_parallel_env", "get_rank", "get_world_size", "spawn", "ParallelEnv",
+]  # fmt: skip
 _SAME_IN_NN = [
-    "Linear",
-    "ReLU",
-    "GELU",
-    "Tanh",
-    "Sigmoid",
-    "Dropout",
-    "Sequential",
-    "Embedding",
-    "CrossEntropyLoss",
-    "MSELoss",
-    "L1Loss",
-    "Flatten",
-    "Identity",
-    "ParameterList",
-    "LayerNorm",
-    "Softplus",
-]
+    "Linear", "ReLU", "GELU", "Tanh", "Sigmoid", "Dropout", "Sequential", "Embedding", "CrossEntropyLoss", "MSELoss",
+    "L1Loss", "Flatten", "Identity", "ParameterList", "LayerNorm", "Softplus", "Softmax", "LogSoftmax", "LeakyReLU",
+    "BCELoss", "BCEWithLogitsLoss", "NLLLoss",
+]  # fmt: skip
 _SAME_FUNCTIONS = [
-    "relu",
-    "gelu",
-    "tanh",
-    "sigmoid",
-    "cross_entropy",
-    "mse_loss",
-    "l1_loss",
-    "dropout",
-    "linear",
-    "log_softmax",
-    "softmax",
-]
+    "relu", "gelu", "tanh", "sigmoid", "cross_entropy", "mse_loss", "l1_loss", "dropout", "log_softmax", "softmax",
+    "silu", "leaky_relu", "one_hot", "embedding", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+]  # fmt: skip
 _SAME_IN_TORCH = [
-    "no_grad",
-    "matmul",
-    "mean",
-    "sum",
-    "ones",
-    "zeros",
-    "randn",
-    "rand",
-    "arange",
-    "exp",
-    "log",
-    "sqrt",
-    "abs",
-    "argmax",
-    "stack",
-    "squeeze",
-    "unsqueeze",
-    "flatten",
-    "reshape",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "tanh",
-    "sigmoid",
-    "where",
-    "clip",
-    "bmm",
-    "ones_like",
-    "zeros_like",
-    "topk",
-    "is_tensor",
-    "Tensor",
-    "randint",
-]
+    "no_grad", "matmul", "mean", "sum", "ones", "zeros", "randn", "rand", "arange", "exp", "log", "sqrt", "abs",
+    "argmax", "stack", "squeeze", "unsqueeze", "flatten", "reshape", "float32", "float16", "bfloat16", "int64",
+    "int32", "tanh", "sigmoid", "where", "clip", "bmm", "ones_like", "zeros_like", "topk", "is_tensor", "Tensor",
+    "randint", "add", "subtract", "multiply", "divide", "pow", "maximum", "minimum", "square", "full", "eye", "tril",
+    "triu", "linspace", "einsum", "isnan", "isinf", "float64", "bool",
+]  # fmt: skip
 NAMES |= {f"paddle.distributed.{name}": f"fleet.{name}" for name in _SAME_IN_FLEET}
 NAMES |= {f"paddle.nn.{name}": f"torch.nn.{name}" for name in _SAME_IN_NN}
 NAMES |= {f"paddle.nn.functional.{name}": f"torch.nn.functional.{name}" for name in _SAME_FUNCTIONS}
 NAMES |= {f"paddle.{name}": f"torch.{name}" for name in _SAME_IN_TORCH}
 # Calls that are moved whole, with their arguments.
 _WHOLE = (
-    "paddle.set_device",
-    "paddle.device.set_device",
-    "paddle.io.DistributedBatchSampler",
+    "paddle.set_device", "paddle.device.set_device", "paddle.disable_static", "paddle.io.DistributedBatchSampler",
     "paddle.io.BatchSampler",
-)
+)  # fmt: skip
 # Modules that keep the name under which the script imports them.
 _MODULES = {"paddle.nn": "torch.nn", "paddle.nn.functional": "torch.nn.functional"}
 # Names that start so are the static graph: the network is a module here, and the loop calls it.
@@ -132,12 +79,36 @@ BY_HAND = {
     "paddle.amp.": "Set strategy.amp, or use torch.autocast and torch.amp.GradScaler.",
     "paddle.nn.BatchNorm": "torch.nn.BatchNorm2d; its momentum is 1 - Paddle's.",
     "paddle.distributed.": "Use torch.distributed; fleet.init starts its default group.",
+    "paddle.nn.functional.linear": "torch's weight is [out, in]: torch.nn.functional.linear(x, weight.T, bias).",
+    "paddle.cast": "Write x.to(torch.float32).",
     "paddle.Model": "Write the loop; docs/recipes.md has its parts.",
     "paddle.distributed.fleet.utils.": "See docs/migration.md.",
 }
 _STATIC_WHY = "it belongs to the static graph, which does not exist here"
 _STATIC_TODO = "Write the network as a torch.nn.Module and call it in the loop; docs/migration.md shows how."
-_AXIS = ("axis", "dim")
+# Names of arguments, where they are not torch's; of calls whose name starts so.
+_ARGUMENTS = {
+    "paddle.": {"axis": "dim", "start_axis": "start_dim", "stop_axis": "end_dim", "perm": "dims"},
+    **{f"paddle.{made}": {"shape": "size"} for made in ("zeros", "ones", "full", "rand", "randn", "randint")},
+    **{f"paddle.{made}": {"y": "other"} for made in ("add", "subtract", "multiply", "divide", "maximum", "minimum")},
+    **{f"paddle.{made}": {"y": "other"} for made in ("equal", "matmul")},
+    **{f"paddle.{made}": {"x": "tensors"} for made in ("concat", "stack")},
+    "paddle.nn.LayerNorm": {"epsilon": "eps"},
+    "paddle.nn.functional.": {"label": "target", "logit": "input", "x": "input"},
+}
+# Paddle takes the last axis where none is given; torch guesses one, by the number of axes.
+_LAST_AXIS = {
+    "paddle.nn.functional.softmax": 1,
+    "paddle.nn.functional.log_softmax": 1,
+    "paddle.nn.Softmax": 0,
+    "paddle.nn.LogSoftmax": 0,
+}
+_LOADER_DROPPED = ("places", "return_list", "use_shared_memory")
+# Methods of Fleet's wrappers -> their names in a plain optimizer or module of torch.
+_PLAIN_METHODS = {"clear_grad": "zero_grad", "clear_gradients": "zero_grad"}
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+_CROSS_ENTROPY = ("paddle.nn.functional.cross_entropy", "paddle.nn.CrossEntropyLoss")
+_ENTROPY_OF_PADDLE = ("soft_label", "axis", "use_softmax", "label_smoothing")
 
 
 def paddle_parts(source: ScriptSource) -> TrainingParts:
@@ -158,6 +129,10 @@ def port_paddle_fleet(port: ScriptPort) -> None:
         elif isinstance(node, cst.Assign) and port.source.code(node.targets[0].target).endswith(".stop_gradient"):
             port.edits.remove(node)
     _imports(port)
+    names = [port.source.called(call) for call in port.source.calls]
+    if port.parts.batch_loops() and not any(name.startswith("paddle.distributed.") for name in names):
+        todo = "Add fleet.init(is_collective=True), distributed_optimizer, distributed_model and a DistributedSampler."
+        port.edits.hand(port.source.module, "nothing in it starts a job, so every worker would train for itself", todo)
 
 
 def _is_inner(port: ScriptPort, node: cst.CSTNode) -> bool:
@@ -171,19 +146,21 @@ def _is_inner(port: ScriptPort, node: cst.CSTNode) -> bool:
 
 def _name(port: ScriptPort, node: cst.CSTNode, done: set[int]) -> None:
     name = port.source.qualified(node)
-    if not name.startswith("paddle.") or id(node) in done or name in _WHOLE:
+    if not name.startswith("paddle.") or id(node) in done or name in _WHOLE or _is_dropped(port, node):
         return
     fits = [
         known
         for known in (*NAMES, *BY_HAND, *STATIC)
         if name == known or (known[-1:] in "." and name.startswith(known))
     ]
+    # Beginnings that end in no dot: BatchNorm1D to BatchNorm3D, the parts of paddle.static.
     fits += [known for known in (*STATIC, "paddle.nn.BatchNorm") if name.startswith(known)]
     best = max(fits, key=len, default="")
     if best in STATIC:
         port.edits.hand(node, _STATIC_WHY, _STATIC_TODO)
     elif best in NAMES and not (best.endswith(".") and not _exists(best, name)):
         new = NAMES[best] + (name.removeprefix(best) if best.endswith(".") else "")
+        # The script's own alias of a module (F.relu) stays in use: its import is rewritten, not removed.
         for alias, module in _aliases(port).items():
             if new.startswith(f"{module}.") and "." not in new.removeprefix(f"{module}."):
                 new = f"{alias}.{new.removeprefix(f'{module}.')}"
@@ -191,6 +168,15 @@ def _name(port: ScriptPort, node: cst.CSTNode, done: set[int]) -> None:
             port.edits.replace(node, new)
     else:
         port.edits.hand(node, f"{name} has no counterpart by rule", BY_HAND.get(best, "See docs/migration.md."))
+
+
+def _is_dropped(port: ScriptPort, node: cst.CSTNode) -> bool:
+    """Returns whether ``node`` stands in an argument of a loader that goes."""
+    for found in port.source.above(node):
+        if isinstance(found, cst.Arg) and found.keyword is not None and found.keyword.value in _LOADER_DROPPED:
+            outer = port.source.parent(found)
+            return isinstance(outer, cst.Call) and port.source.called(outer) == "paddle.io.DataLoader"
+    return False
 
 
 def _aliases(port: ScriptPort) -> dict[str, str]:
@@ -221,18 +207,22 @@ def _call(port: ScriptPort, call: cst.Call) -> None:
         _loader(port, call)
     elif name in ("paddle.io.DistributedBatchSampler", "paddle.io.BatchSampler"):
         pass  # moved with the loader
-    elif name in ("paddle.set_device", "paddle.device.set_device"):
+    elif name == "paddle.distributed.spawn":
+        port.edits.note(call, "it starts the workers itself: python SCRIPT, without the launcher")
+    elif name in _WHOLE:
         port.edits.remove(call)
-    elif name == "paddle.nn.Embedding" and argument(call, "sparse") is None:
-        pass
-    elif name.startswith("paddle.") and (found := argument(call, "axis")) is not None and found.keyword is not None:
-        port.edits.replace(found.keyword, "dim")
     elif name in ("paddle.reshape", "paddle.to_tensor") and argument(call, "stop_gradient") is not None:
         port.edits.hand(call, "stop_gradient is requires_grad=False in torch", "Remove the argument.")
-    if name.startswith("paddle.nn.") and any(
-        a.keyword and a.keyword.value in ("weight_attr", "bias_attr") for a in call.args
-    ):
-        port.edits.hand(call, "attributes of parameters do not exist", "Initialise the parameters with torch.nn.init.")
+    if name.startswith("paddle.") and not name.startswith(("paddle.optimizer.", "paddle.distributed.", "paddle.io.")):
+        _arguments(port, call, name)
+    if not name and len(call.args) == 2 and _is_made_loss(port, call):
+        _flatten(port, call.args[0], call.args[1])
+    if not name and not call.args and method != "numpy" and _is_loader(port, call.func):
+        port.edits.replace(call, port.source.code(call.func))
+    if name.startswith("paddle.nn."):
+        _parameter_attributes(port, call)
+    if not name and method in _PLAIN_METHODS and isinstance(call.func, cst.Attribute) and not _wraps(port):
+        port.edits.replace(call.func.attr, _PLAIN_METHODS[method])
     if name == "paddle.nn.Linear":
         port.edits.note(call, "torch's weights start from another distribution, and are stored as [out, in]")
     if not name and method == "numpy" and not call.args and isinstance(call.func, cst.Attribute):
@@ -245,20 +235,76 @@ def _call(port: ScriptPort, call: cst.Call) -> None:
         port.edits.hand(call, "a parameter has no clear_gradient()", "Write parameter.grad = None.")
 
 
+def _wraps(port: ScriptPort) -> bool:
+    """Returns whether the script passes an optimizer through fleet; otherwise it is a plain one of torch."""
+    return any(port.source.code(c.func).endswith(".distributed_optimizer") for c in port.source.calls)
+
+
+def _parameter_attributes(port: ScriptPort, call: cst.Call) -> None:
+    """``bias_attr=False`` is torch's ``bias=False``; other attributes are named."""
+    for found in call.args:
+        keyword = found.keyword.value if found.keyword is not None else ""
+        if found.keyword is not None and keyword == "bias_attr" and port.source.code(found.value) == "False":
+            port.edits.replace(found.keyword, "bias")
+        elif keyword in ("weight_attr", "bias_attr"):
+            todo = "Initialise the parameters with torch.nn.init."
+            port.edits.hand(call, "attributes of parameters do not exist", todo)
+
+
+def _is_loader(port: ScriptPort, node: cst.CSTNode) -> bool:
+    """Returns whether ``node`` is a DataLoader, which Paddle allows to be called: ``for x, y in loader():``."""
+    return isinstance(node, cst.Name | cst.Attribute) and bool(port.parts.loaders_of(node)[0])
+
+
+def _arguments(port: ScriptPort, call: cst.Call, name: str) -> None:
+    """Gives arguments torch's names and dtypes, and the losses and axes that Paddle means."""
+    renamed = {old: new for start, names in _ARGUMENTS.items() if name.startswith(start) for old, new in names.items()}
+    for found in call.args:
+        keyword = found.keyword.value if found.keyword is not None else ""
+        if found.keyword is not None and keyword in renamed:
+            port.edits.replace(found.keyword, renamed[keyword])
+        dtype = found.value.raw_value if isinstance(found.value, cst.SimpleString) else ""
+        if dtype in _DTYPES and keyword in ("", "dtype"):
+            port.edits.replace(found.value, f"torch.{dtype}" if keyword else f"dtype=torch.{dtype}")
+    if (place := _LAST_AXIS.get(name)) is not None and argument(call, "axis", place) is None:
+        port.edits.add_argument(call, "dim=-1")
+    if name == "paddle.nn.AvgPool2D" and argument(call, "padding", 2) is not None:
+        port.edits.hand(call, "Paddle leaves the padding out of the mean", "Pass count_include_pad=False.")
+    if name in _CROSS_ENTROPY and _is_torchs_loss(port, call) and name == _CROSS_ENTROPY[0]:
+        _flatten(port, argument(call, "input", 0), argument(call, "label", 1))
+
+
+def _is_torchs_loss(port: ScriptPort, call: cst.Call) -> bool:
+    """Returns whether a cross entropy needs flat arguments alone to be torch's; names what else it means."""
+    others = [a.keyword.value for a in call.args if a.keyword is not None and a.keyword.value in _ENTROPY_OF_PADDLE]
+    reduction = argument(call, "reduction")
+    if reduction is not None and port.source.code(reduction.value).strip("\"'") not in ("mean", "sum"):
+        others.append("reduction")
+    if others:
+        todo = "torch's classes are axis 1, its labels have no axis of 1, soft labels need no switch."
+        port.edits.hand(call, f"torch's cross entropy has no {', '.join(others)} with this meaning", todo)
+    return not others
+
+
+def _flatten(port: ScriptPort, logits: cst.Arg | None, label: cst.Arg | None) -> None:
+    """Paddle's classes are the last axis, and its labels may have an axis of 1 more; torch's are axis 1, and [N]."""
+    if logits is not None and label is not None:
+        port.edits.call_method(logits.value, ".flatten(0, -2)")
+        port.edits.call_method(label.value, ".flatten()")
+
+
+def _is_made_loss(port: ScriptPort, call: cst.Call) -> bool:
+    """Returns whether ``call`` calls a ``CrossEntropyLoss`` of the script that is torch's on flat arguments."""
+    made = port.source.origins(call.func) if isinstance(call.func, cst.Name | cst.Attribute | cst.Call) else []
+    calls = [n for n in made if isinstance(n, cst.Call) and port.source.called(n) == _CROSS_ENTROPY[1]]
+    return bool(made) and len(calls) == len(made) and all(_is_torchs_loss(port, n) for n in calls)
+
+
 def _loader(port: ScriptPort, call: cst.Call) -> None:
     """Rewrites the sampler of a loader: Paddle's makes batches, torch's takes rows."""
-    for found in [
-        a
-        for a in call.args
-        if a.keyword is not None and a.keyword.value in ("places", "return_list", "feed_list", "use_shared_memory")
-    ]:
-        if found.keyword is not None and found.keyword.value == "feed_list":
-            port.edits.hand(found, _STATIC_WHY, _STATIC_TODO)
-    dropped = [
-        a
-        for a in call.args
-        if a.keyword is not None and a.keyword.value in ("places", "return_list", "use_shared_memory")
-    ]
+    if (fed := argument(call, "feed_list")) is not None:
+        port.edits.hand(fed, _STATIC_WHY, _STATIC_TODO)
+    dropped = [a for a in call.args if a.keyword is not None and a.keyword.value in _LOADER_DROPPED]
     port.edits.drop_arguments(call, dropped)
     given = argument(call, "batch_sampler")
     if given is None:
@@ -269,7 +315,8 @@ def _loader(port: ScriptPort, call: cst.Call) -> None:
         if port.source.called(sampler) != "paddle.io.DistributedBatchSampler":
             port.edits.hand(sampler, "it does not divide the rows over the workers", "Use DistributedSampler.")
             continue
-        dataset, size = argument(sampler, "dataset", 0), argument(sampler, "batch_size", 1)
+        dataset = argument(sampler, "dataset", 0)
+        size = argument(sampler, "batch_size", 1)
         if dataset is None or size is None:
             port.edits.hand(sampler, "its dataset and batch size were not found", "Use DistributedSampler.")
             continue
@@ -301,7 +348,9 @@ def _imports(port: ScriptPort) -> None:
     nodes = [n for n in port.source.nodes if isinstance(n, cst.Import | cst.ImportFrom)]
     ours = [n for n in nodes if "paddle" in port.source.code(n)]
     _named_imports(port, ours)
-    wanted, last = ["import torch", "from fleet import fleet"], None
+    # The new imports take the lines of the first old ones, so that the head of the script keeps its form.
+    wanted = ["import torch", "from fleet import fleet"]
+    last = None
     for node in ours:
         modules = [port.source.code(alias.name) for alias in node.names] if isinstance(node, cst.Import) else []
         kept = modules and all(module in _MODULES for module in modules)

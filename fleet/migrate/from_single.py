@@ -41,6 +41,7 @@ def port_single(port: ScriptPort) -> None:
     divide_data(port)
     divide_totals(port)
     port.name_summed_losses()
+    port.name_own_ends()
     port.guard_writes()
     port.name_devices()
 
@@ -69,8 +70,18 @@ def same_splits(port: ScriptPort) -> None:
     names = [port.source.code(call.func).rpartition(".")[2] for call in port.source.calls]
     if any(name in seeds for name in names):
         return
+    around = {port.source.module, *(port.source.function(made.call) for made in port.parts.optimizers())}
+    loops = port.parts.batch_loops()
     for call in port.source.calls:
         name = port.source.called(call)
+        if (
+            name in _DRAWS
+            and port.source.function(call) in around
+            and not any(n in loops for n in port.source.above(call))
+        ):
+            port.edits.note(
+                call, "without a seed, every worker draws other numbers", "Seed alike before it, if they are data."
+            )
         if name == "torch.utils.data.random_split" and argument(call, "generator", 2) is None:
             port.edits.add_argument(call, "generator=torch.Generator().manual_seed(0)")
             port.edits.note(call, "without a seed, every worker would draw another split")

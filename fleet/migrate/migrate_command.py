@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet.common.plain_files import create, replace_file
 from fleet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,15 +24,20 @@ if TYPE_CHECKING:
 _BOM = "\ufeff"
 _EPILOG = (
     "It reads scripts of Paddle Fleet (eager mode), Accelerate, DistributedDataParallel, and plain torch in one "
-    "process. Exit status: 0 the whole script is moved, 1 the listed places need your hand, 2 it could not be read."
+    "process. It runs the new script until its second update: one process on the CPU, without network and other "
+    "programs, in a folder of its own; files that it changes elsewhere are put back. Exit status: 0 the whole script "
+    "is moved and ran, 1 the listed places need your hand, 2 it could not be read."
 )
 
 
 @dataclass(frozen=True)
 class MigratedScript:
-    """What became of a script.
+    """The result for one script.
 
-    ``kind`` is what it was: "paddle", "accelerate", "ddp", "single" or "fleet". ``text`` is the new script.
+    Attributes:
+        kind: the kind of the old script: "paddle", "accelerate", "ddp", "single" or "fleet".
+        text: the new script.
+        findings: places for hand work, and notes.
     """
 
     kind: str
@@ -45,18 +51,18 @@ class MigratedScript:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints the diff of a script and what was not moved; returns 0, 1 with places for hand work, 2 unreadable."""
-    parser = argparse.ArgumentParser(prog="python -m fleet migrate", description=__doc__, epilog=_EPILOG)
-    parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument("--write", action="store_true", help="change the script, and keep the old one as SCRIPT.orig")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    """Prints the diff of a script and the places not moved; returns 0, 1 with places for hand work, 2 unreadable."""
+    given = list(argv)
+    end = given.index("--") if "--" in given else len(given)
     try:
-        arguments = parser.parse_args(list(argv))
+        arguments = _parser().parse_args(given[:end])
     except SystemExit as stop:
         return int(stop.code or 0)
     path: Path = arguments.script
     old, encoding = _read(path)
     made = migrate(old, str(path))
+    script_arguments = None if arguments.no_run else tuple(given[end + 1 :])
+    made.findings.extend(_tried(path, old, made.text, script_arguments, arguments.timeout))
     if arguments.write and made.text != old:
         _write(path, made.text, encoding)
     status = 1 if made.by_hand else 0
@@ -65,8 +71,48 @@ def run(argv: Sequence[str]) -> int:
     return status
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fleet migrate",
+        usage="%(prog)s [-h] [--write] [--json] [--no-run] [--timeout S] script [-- ARGUMENTS]",
+        description=__doc__,
+        epilog=_EPILOG,
+    )
+    parser.add_argument("script", type=Path, help="the training script; it is run with the ARGUMENTS after --")
+    parser.add_argument("--write", action="store_true", help="change the script, and keep the old one as SCRIPT.orig")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--no-run", action="store_true", help="run nothing; the exit status is then at least 1")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for the run (default: 60)")
+    return parser
+
+
+def _tried(path: Path, old: str, new: str, given: tuple[str, ...] | None, timeout_s: float) -> list[PortFinding]:
+    """Runs the new script for a few updates, unless ``given`` is None; returns the findings of the run."""
+    from fleet.migrate.script_edits import PortFinding
+    from fleet.migrate.trial_run import line_before, try_script
+
+    if given is None:
+        todo = f"Start it for a step: python -m fleet.launch {path}"
+        return [PortFinding(1, path.name, "it was not run, so what the rules do not know is open", todo)]
+    print(
+        f"fleet migrate: runs the new {path.name} until its second update, for at most {timeout_s:g} s: one process on "
+        "the CPU, without network; files that it changes are put back. --no-run leaves this out.",
+        file=sys.stderr,
+        flush=True,
+    )
+    trial = try_script(path, new.removeprefix(_BOM), given, timeout_s)
+    found = [PortFinding(1, path.name, text, "", by_hand=False) for text in trial.left]
+    if not trial.why:
+        return [
+            PortFinding(1, path.name, f"it was run in one process; updates made: {trial.updates}", "", False),
+            *found,
+        ]
+    what = new.splitlines()[trial.line - 1].strip()[:79] if trial.line else path.name
+    return [PortFinding(line_before(old, new, trial.line or 1), what, trial.why, trial.todo), *found]
+
+
 def migrate(text: str, name: str = "script.py") -> MigratedScript:
-    """Returns the script ``text`` for this package; ``name`` is what errors call it.
+    """Returns the script ``text`` moved to this package; ``name`` is its name in errors.
 
     Raises ConfigError where libcst is missing, and where the text is not Python or no training script.
 
@@ -76,6 +122,16 @@ def migrate(text: str, name: str = "script.py") -> MigratedScript:
     """
     if find_spec("libcst") is None:
         raise ConfigError("migrate needs libcst, which is not installed: pip install 'torch-fleet[migrate]'.")
+    try:
+        return _migrated(text, name)
+    except RecursionError:
+        raise ConfigError(
+            f"{name} has an expression or a block that is nested too deeply to be read; a sum of some hundred terms is "
+            "one. Write it as a list or as several statements."
+        ) from None
+
+
+def _migrated(text: str, name: str) -> MigratedScript:
     import libcst
 
     from fleet.migrate.script_port import ScriptPort
@@ -99,7 +155,7 @@ def migrate(text: str, name: str = "script.py") -> MigratedScript:
 
 
 def kind_of(source: ScriptSource, name: str) -> str:
-    """Returns what kind of script it is; raises ConfigError for one that trains nothing that is known here."""
+    """Returns the kind of script; raises ConfigError where it uses no library that is known here."""
     imported = source.imported()
     roots = {module.split(".")[0] for module in imported}
     distributed = ("torch.distributed", "torch.nn.parallel.DistributedDataParallel", "torch.multiprocessing")
@@ -107,6 +163,7 @@ def kind_of(source: ScriptSource, name: str) -> str:
         return "paddle"
     if "accelerate" in roots:
         return "accelerate"
+    # A script on fleet may still use torch.distributed beside it, so only what starts a job counts against it.
     names = {source.called(call) for call in source.calls} | imported
     used = [n for n in names if n.startswith(distributed) or n.endswith("DistributedDataParallel")]
     starts = {"torch.distributed.init_process_group", "torch.nn.parallel.DistributedDataParallel"}
@@ -148,6 +205,8 @@ def _ported(source: ScriptSource, kind: str) -> ScriptPort:
 def _read(path: Path) -> tuple[str, str]:
     import tokenize
 
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no regular file. Give the path of the training script.")
     try:
         with path.open("rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
@@ -160,11 +219,11 @@ def _read(path: Path) -> tuple[str, str]:
 def _write(path: Path, text: str, encoding: str) -> None:
     kept = path.with_name(f"{path.name}.orig")
     try:
-        with kept.open("xb") as file:
+        with create(kept) as file:
             file.write(path.read_bytes())
     except FileExistsError:
         raise ConfigError(f"{kept} exists, and --write would replace it. Move it away first.") from None
-    path.write_bytes(text.encode(encoding))
+    replace_file(path, text.encode(encoding))
 
 
 def _diff(old: str, new: str, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""ScriptEdits: small replacements in the text of a script; what no edit touches stays as it is, byte for byte."""
+"""ScriptEdits: small replacements in the text of a script; the rest stays as it is, byte for byte."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from fleet.migrate.script_source import ScriptSource
 
 @dataclass(frozen=True)
 class PortFinding:
-    """A place of the script: what stands there, why it was not moved or needs a look, and what to do by hand.
+    """A place of the script that needs a look.
 
-    ``by_hand`` is False for a note: the line works as it is.
+    Attributes:
+        line: its line, from 1.
+        what: the code there.
+        why: the reason why it was not moved, or needs a look.
+        todo: the work by hand.
+        by_hand: False for a note: the line works as it is.
     """
 
     line: int
@@ -45,14 +50,14 @@ class ScriptEdits:
         self._find(node, why, todo, by_hand=True)
 
     def note(self, node: cst.CSTNode, why: str, todo: str = "") -> None:
-        """Notes what the user should know about a construct that works."""
+        """Adds a note about a construct that works."""
         self._find(node, why, todo, by_hand=False)
 
     def _find(self, node: cst.CSTNode, why: str, todo: str, *, by_hand: bool) -> None:
         what = self.source.code(node).splitlines()[0].strip()
-        made = PortFinding(self.source.line(node), what[:79], why, todo, by_hand)
-        if made not in self.findings:
-            self.findings.append(made)
+        finding = PortFinding(self.source.line(node), what[:79], why, todo, by_hand)
+        if finding not in self.findings:
+            self.findings.append(finding)
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
         """Puts ``text`` in the place of ``node``."""
@@ -68,15 +73,25 @@ class ScriptEdits:
         inner = call.args[0].value
         plain = isinstance(inner, cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.Tuple)
         opening, closing = ("", "") if plain or not (before or after) or inner.lpar else ("(", ")")
-        (start, end), (first, last) = self.source.span(call), self._outer_span(inner)
+        start, end = self.source.span(call)
+        first, last = self._outer_span(inner)
         self.replace_span(start, first, before + opening)
         self.replace_span(last, end, closing + after)
+
+    def call_method(self, node: cst.BaseExpression, method: str) -> None:
+        """Appends a call such as ``.flatten()`` to an expression."""
+        plain = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(node.lpar)
+        start, end = self._outer_span(node)
+        if not plain:
+            self.replace_span(start, start, "(")
+        self.replace_span(end, end, method if plain else f"){method}")
 
     def _outer_span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Returns the span of ``node`` with the brackets around it."""
         start, end = self.source.span(node)
         for _ in getattr(node, "lpar", ()):
-            start, end = self.source.data.rindex(b"(", 0, start), self.source.data.index(b")", end) + 1
+            start = self.source.data.rindex(b"(", 0, start)
+            end = self.source.data.index(b")", end) + 1
         return start, end
 
     def drop_arguments(self, call: cst.Call, dropped: list[cst.Arg]) -> None:
@@ -112,7 +127,7 @@ class ScriptEdits:
     # ---- statements ----------------------------------------------------------------------------------------------
 
     def insert_before(self, node: cst.CSTNode, *lines: str) -> bool:
-        """Inserts lines before the statement of ``node``; returns False where it has no lines of its own."""
+        """Inserts lines before the statement of ``node``; returns False where it shares its line."""
         statement = self.source.statement(node)
         if statement is None:
             return False
@@ -123,9 +138,9 @@ class ScriptEdits:
         return True
 
     def insert_after(self, node: cst.CSTNode, *lines: str, first: bool = False) -> bool:
-        """Inserts lines after the statement of ``node``; returns False where it has no lines of its own.
+        """Inserts lines after the statement of ``node``; returns False where it shares its line.
 
-        With ``first`` they stand before what other edits insert there.
+        With ``first`` they stand before the insertions of other edits there.
         """
         statement = self.source.statement(node)
         if statement is None:
@@ -136,8 +151,8 @@ class ScriptEdits:
         stop = data.find(b"\n", end)
         before = "" if stop >= 0 else self.newline
         stop = len(data) if stop < 0 else stop + 1
-        made = (stop, stop, before + self._lines(self.indent(statement), lines))
-        self._spans.insert(0 if first else len(self._spans), made)
+        insertion = (stop, stop, before + self._lines(self.indent(statement), lines))
+        self._spans.insert(0 if first else len(self._spans), insertion)
         return True
 
     def insert_first(self, block: cst.BaseSuite, *lines: str) -> bool:
@@ -196,7 +211,7 @@ class ScriptEdits:
 
     @property
     def indent_step(self) -> str:
-        """What the script puts before the lines of a block: a tab, or its number of spaces."""
+        """The indentation of a block in the script: a tab, or its number of spaces."""
         return self.source.module.default_indent
 
     def _lines(self, indent: str, lines: tuple[str, ...]) -> str:
@@ -212,12 +227,14 @@ class ScriptEdits:
 
     def text(self) -> str:
         """Returns the script with every edit applied."""
-        spans, gone = list(self._spans), []
+        spans = list(self._spans)
+        gone = []
         for statement in self._removed:
             start, end = self.source.span(statement)
             block = self.source.parent(statement)
             body = block.body if isinstance(block, cst.IndentedBlock) else ()
             gone.append((start, end))
+            # An empty block would be a syntax error, unless an insertion fills it.
             fills = any(self.line_start(start) <= s <= end and new for s, e, new in spans if s == e)
             if body and all(other in self._removed for other in body) and statement is body[0] and not fills:
                 spans.append((start, end, "pass"))
@@ -227,7 +244,7 @@ class ScriptEdits:
         return self._applied(spans, gone).decode()
 
     def _end_of(self, start: int, end: int, spans: list[tuple[int, int, str]]) -> int:
-        """Returns where what is removed with a statement ends: its line, and one of two blank lines around it."""
+        """Returns the end of a statement's removal: its line, with one of two blank lines around it."""
         data = self.source.data
         stop = data.find(b"\n", end)
         if stop < 0:
@@ -241,15 +258,20 @@ class ScriptEdits:
         return stop + 1
 
     def _applied(self, spans: list[tuple[int, int, str]], gone: list[tuple[int, int]]) -> bytes:
-        data, made, place = self.source.data, [], 0
+        data = self.source.data
+        texts = []
+        place = 0
+        # By place; at one place insertions come before replacements, each in the order in which they were asked for.
         order = sorted(enumerate(spans), key=lambda pair: (pair[1][0], pair[1][1] != pair[1][0], pair[0]))
         for _, (start, end, text) in order:
             inside = any(a <= start and end <= b and (start, end) != (a, b) for a, b in gone)
             removal = any(start <= a and b <= end for a, b in gone)
             if inside and not removal and (start != end or any(a < start < b for a, b in gone)):
                 continue
+            if start < end <= place:  # inside of what another edit has replaced
+                continue
             if start < place:
                 raise AssertionError(f"two edits of the same text, at byte {start}")
-            made += [data[place:start], text.encode()]
+            texts += [data[place:start], text.encode()]
             place = end
-        return b"".join([*made, data[place:]])
+        return b"".join([*texts, data[place:]])

@@ -1,4 +1,4 @@
-"""ScriptPort: what every kind of script needs: the import, fleet.init, wrapped optimizers, divided data, one writer."""
+"""ScriptPort: the edits of every kind of script: the import, fleet.init, wrapped optimizers, one writer, devices."""
 
 from __future__ import annotations
 
@@ -10,61 +10,27 @@ from fleet.migrate.script_edits import ScriptEdits
 from fleet.migrate.script_source import ScriptSource, argument
 from fleet.migrate.training_parts import Loop, MadeOptimizer, TrainingParts, called_functions
 
-NUM, RANK, FIRST = "fleet.worker_num()", "fleet.worker_index()", "fleet.is_first_worker()"
+NUM = "fleet.worker_num()"
+RANK = "fleet.worker_index()"
+FIRST = "fleet.is_first_worker()"
 # Calls that write a file, as statements: worker 0 makes them.
 WRITERS = (
-    "torch.save",
-    "torchvision.utils.save_image",
-    "numpy.save",
-    "numpy.savez",
-    "json.dump",
-    "shutil.copyfile",
-    "shutil.copy",
-    "matplotlib.pyplot.savefig",
-    "safetensors.torch.save_file",
-)
+    "torch.save", "torchvision.utils.save_image", "numpy.save", "numpy.savez", "json.dump", "shutil.copyfile",
+    "shutil.copy", "matplotlib.pyplot.savefig", "safetensors.torch.save_file",
+)  # fmt: skip
 WRITING_METHODS = ("save_pretrained", "savefig", "to_csv", "push_to_hub")
 # Calls that every worker would make, and that return something: named.
 SHARED_OUTPUTS = (
-    "torch.utils.tensorboard.SummaryWriter",
-    "tensorboardX.SummaryWriter",
-    "wandb.init",
-    "mlflow.start_run",
-)
+    "torch.utils.tensorboard.SummaryWriter", "tensorboardX.SummaryWriter", "wandb.init", "mlflow.start_run",
+)  # fmt: skip
 # Imports that may be without a use afterwards.
 _DROPPED_IMPORTS = ("torch.distributed", "torch.nn.parallel.", "torch.multiprocessing", "accelerate.")
-_KNOWN_METHODS = frozenset(
-    {
-        "train",
-        "eval",
-        "to",
-        "cuda",
-        "cpu",
-        "zero_grad",
-        "parameters",
-        "named_parameters",
-        "state_dict",
-        "load_state_dict",
-        "requires_grad_",
-        "module",
-        "modules",
-        "named_modules",
-        "children",
-        "named_children",
-        "buffers",
-        "no_sync",
-        "half",
-        "float",
-        "double",
-        "apply",
-        "bfloat16",
-        "compile",
-        "full_state_dict",
-        "load_full_state_dict",
-        "register_forward_hook",
-        "join",
-    }
-)
+_KNOWN_METHODS = frozenset({
+    "train", "eval", "to", "cuda", "cpu", "zero_grad", "parameters", "named_parameters", "state_dict",
+    "load_state_dict", "requires_grad_", "module", "modules", "named_modules", "children", "named_children", "buffers",
+    "no_sync", "half", "float", "double", "apply", "bfloat16", "compile", "full_state_dict", "load_full_state_dict",
+    "register_forward_hook", "join",
+})  # fmt: skip
 
 
 class ScriptPort:
@@ -76,7 +42,8 @@ class ScriptPort:
     """
 
     def __init__(self, source: ScriptSource, parts: TrainingParts | None = None) -> None:
-        self.source, self.edits = source, ScriptEdits(source)
+        self.source = source
+        self.edits = ScriptEdits(source)
         self.parts = parts or TrainingParts(source)
         self.strategy: list[str] = []
         self._inits: list[cst.CSTNode] = []
@@ -147,6 +114,7 @@ class ScriptPort:
         wanted = (
             "fleet.init(is_collective=True, strategy=strategy)" if self.strategy else "fleet.init(is_collective=True)"
         )
+        # The strategy is made once, before the first fleet.init; further ones use the same name.
         for place, node in enumerate(self._inits):
             lines = ["strategy = fleet.DistributedStrategy()", *self.strategy] if self.strategy else []
             if place == 0 and lines and not self.edits.insert_before(node, *lines):
@@ -169,7 +137,7 @@ class ScriptPort:
             self.edits.replace_span(0, 0, "\n".join(self._imports) + "\n")
 
     def _drop_imports(self) -> None:
-        """Removes the imports of which the edits have removed every use."""
+        """Removes imports whose every use the edits have removed."""
         for node in self.source.nodes:
             if not isinstance(node, cst.Import | cst.ImportFrom) or isinstance(node.names, cst.ImportStar):
                 continue
@@ -206,7 +174,7 @@ class ScriptPort:
             self.edits.hand(
                 where,
                 "no line was found that makes an optimizer",
-                "Pass it through fleet.distributed_optimizer(optimizer)"
+                "Make one of torch.optim if there is none, and pass it through fleet.distributed_optimizer(optimizer)"
                 + (", and the model through fleet.distributed_model(model)." if with_models else "."),
             )
 
@@ -220,12 +188,16 @@ class ScriptPort:
             self.edits.replace_span(end, end, ")")
         if with_models:
             statement = self.source.statement(one.call) or one.call
+            # Optimizers of one block may share a model, which is wrapped once there.
             blocks = {id(node) for node in self.source.above(statement)}
             fresh = [name for name in one.models if not any((block, name) in wrapped for block in blocks)]
             wrapped |= {(id(self.source.parent(statement)), name) for name in one.models}
             if one.models and one.name:
                 late = [name for name in fresh if self._wrap_compiled(one, name)]
                 lines += [_wrapping(name) for name in fresh if name not in late]
+                if fresh and self._may_be_left_out(statement):
+                    todo = "Behind the if, in any case: " + "; ".join(_wrapping(name) for name in fresh) + "."
+                    self.edits.hand(one.call, "under this condition alone the model is wrapped", todo)
             else:
                 todo = ", ".join(_wrapping(name) for name in one.models or ("model",))
                 self.edits.hand(one.call, "there is no line for its model", f"Add {todo}.")
@@ -233,6 +205,15 @@ class ScriptPort:
             lines = [f"if {condition}:", *(f"{self.edits.indent_step}{line}" for line in lines)]
         if lines and not self.edits.insert_after(one.call, *lines):
             self.edits.hand(one.call, "it shares its line with an if or a loop", "After it: " + "; ".join(lines))
+
+    def _may_be_left_out(self, statement: cst.CSTNode) -> bool:
+        """Returns whether ``statement`` stands in an if that has no else."""
+        around: cst.CSTNode | None = self.source.parent(self.source.parent(statement) or statement)
+        while isinstance(around, cst.If):
+            if around.orelse is None and "__name__" not in self.source.code(around.test):
+                return True
+            around = self.source.parent(around)
+        return False
 
     def _wrap_compiled(self, one: MadeOptimizer, name: str) -> bool:
         """Wraps a model that is compiled after its optimizer was made, behind that: torch compiles plain modules."""
@@ -247,9 +228,10 @@ class ScriptPort:
         return False
 
     def name_hidden_models(self, models: set[str]) -> None:
-        """Names what would run a model past its wrapper: compiled copies under another name, methods that compute."""
+        """Names calls that run a model past its wrapper: compiled copies under another name, methods that compute."""
         for call in self.source.calls:
-            name, parent = self.source.called(call), self.source.parent(call)
+            name = self.source.called(call)
+            parent = self.source.parent(call)
             if name in ("torch.compile", "torch.jit.script", "torch.jit.trace") and call.args:
                 given = self.source.code(call.args[0].value)
                 target = self.source.code(parent.targets[0].target) if isinstance(parent, cst.Assign) else ""
@@ -262,7 +244,8 @@ class ScriptPort:
         for loop in self.parts.batch_loops():
             for found in self.source.inside(loop.body):
                 if isinstance(found, cst.Call) and isinstance(found.func, cst.Attribute):
-                    owner, method = self.source.code(found.func.value), found.func.attr.value
+                    owner = self.source.code(found.func.value)
+                    method = found.func.attr.value
                     own = method in self.source.functions and self.source.class_of(self.source.functions[method])
                     if owner in models and own and method not in _KNOWN_METHODS:
                         self.edits.hand(
@@ -287,7 +270,7 @@ class ScriptPort:
     # ---- who writes ----------------------------------------------------------------------------------------------
 
     def guard_writes(self) -> None:
-        """Lets worker 0 alone write files, and names what every worker would open."""
+        """Lets worker 0 alone write files, and names outputs that every worker would open."""
         done: set[int] = set()
         for call in self.source.calls:
             name = self.source.called(call)
@@ -298,6 +281,33 @@ class ScriptPort:
                 self.edits.hand(call, "every worker would write this file", f"Open it under `if {FIRST}:`.")
             elif name in WRITERS or (method in WRITING_METHODS and not name and not argument(call, "is_main_process")):
                 self._guard(call, done)
+                self._name_read_back(call)
+
+    def _name_read_back(self, save: cst.Call) -> None:
+        """Names the places where every worker loads a file that worker 0 has just saved."""
+        for call in self.source.calls_of("torch.load") if self.source.called(save) == "torch.save" else ():
+            behind = self.source.span(call)[0] > self.source.span(save)[1]
+            if behind and self.source.function(call) is self.source.function(save) and not self.guarded(call):
+                todo = "Before it, on every worker: fleet.barrier_worker()."
+                self.edits.hand(call, "worker 0 may still be saving what the others load here", todo)
+
+    def name_own_ends(self) -> None:
+        """Names the places where a worker would leave the loop by its own loss, and the others would wait for it."""
+        for loop in self.parts.batch_loops():
+            read = {
+                name
+                for name, values in self.source.values.items()
+                for value in values
+                if value.statement in self.source.inside(loop) and ".item()" in self.source.code(value.node)
+            }
+            for node in (n for n in self.source.inside(loop.body) if isinstance(n, cst.Break)):
+                tests = [
+                    n.test for n in self.source.above(node) if isinstance(n, cst.If) and n in self.source.inside(loop)
+                ]
+                used = {n.value for test in tests for n in (test, *self.source.inside(test)) if isinstance(n, cst.Name)}
+                if used & read and tests:
+                    todo = "Decide by what is the same on all: fleet.all_reduce(loss) / fleet.worker_num()."
+                    self.edits.hand(tests[0], "each worker would end by a number of its own, and the others wait", todo)
 
     def _writes(self, call: cst.Call) -> bool:
         mode = argument(call, "mode", 1)
@@ -316,11 +326,16 @@ class ScriptPort:
         if self.source.called(call) == "torch.save" and call.args and self.source.code(call.args[0].value) in models:
             end = self.source.span(call.args[0].value)[1]
             self.edits.replace_span(end, end, ".module")
+            todo = f"Save {self.source.code(call.args[0].value)}.module.state_dict(), and load that into a new module."
+            self.edits.hand(
+                call, "a whole module is saved, and in a job it carries hooks that torch.load refuses", todo
+            )
         if self.guarded(call):
             return
         around = self.source.statement(call)
         block = self.source.parent(around) if around is not None else None
         test = self.source.parent(block) if block is not None else None
+        # Where an if holds nothing but the call, its condition is extended, once for all calls under it.
         alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
         if alone and isinstance(test, cst.If) and test.orelse is None and test.body is block:
             if id(test) not in done:
@@ -343,13 +358,7 @@ class ScriptPort:
             if isinstance(found, cst.If) and any(word in self.source.code(found.test) for word in words):
                 return True
             if isinstance(found, cst.FunctionDef):
-                calls = [
-                    call
-                    for call in self.source.calls
-                    if isinstance(call.func, cst.Name | cst.Attribute)
-                    and self.source.code(call.func).rpartition(".")[2] == found.name.value
-                    and call not in self.source.inside(found)
-                ]
+                calls = self.source.calls_of_own(found)
                 return bool(calls) and all(self.guarded(call) for call in calls)
         return False
 

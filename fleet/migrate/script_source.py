@@ -1,10 +1,10 @@
-"""ScriptSource: a script as libcst sees it: where each node stands, what a name means, and where a value comes from.
+"""ScriptSource: a script as libcst sees it: the places of nodes, the meanings of names, and the origins of values.
 
 [Note: Where a value comes from]
-``origins`` follows a name to what was assigned to it: in its function, then through the arguments of the calls of that
-function, then at module level; ``self.x`` anywhere in the script; a call of one of the script's own functions to what
-that returns; ``x.to(...)`` to ``x``. It is a guess in one direction only: an empty or mixed answer is reported to the
-user, never filled in.
+``origins`` follows a name to its assigned values: in its function, then through the arguments of the calls of that
+function, then at module level; ``self.x`` anywhere in the script; a call of one of the script's own functions to its
+returned values; ``x.to(...)`` to ``x``. It is a guess in one direction only: an empty or mixed answer is reported to
+the user, never filled in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from libcst.metadata import (
 # Methods that return their object, and functions that return or iterate over their first argument.
 SAME_OBJECT = ("to", "cuda", "cpu", "train", "eval", "float", "half", "requires_grad_")
 SAME_ITEMS = ("enumerate", "iter", "tqdm", "trange", "track", "tqdm.tqdm", "tqdm.auto.tqdm", "rich.progress.track")
-# Public names under which torch offers what it defines elsewhere.
+# Full names of torch's definitions, and older names -> the public names.
 _HOMES = {
     "torch.utils.data.distributed.DistributedSampler": "torch.utils.data.DistributedSampler",
     "torch.utils.data.dataloader.DataLoader": "torch.utils.data.DataLoader",
@@ -43,7 +43,7 @@ Function = cst.FunctionDef | cst.Lambda | cst.Module
 
 @dataclass(frozen=True)
 class Value:
-    """What an assignment gives to a name: the expression, and which element of it where a tuple is unpacked."""
+    """The value of an assignment to a name: the expression, and the index of the element if a tuple is unpacked."""
 
     node: cst.BaseExpression
     element: int | None
@@ -63,13 +63,16 @@ class ScriptSource:
 
     def __init__(self, text: str) -> None:
         self.data = text.encode()
+        # Without a copy of the tree: edits change the text alone, and nodes serve as keys.
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.module = wrapper.module
         found: Any = wrapper.resolve_many(
             (ByteSpanPositionProvider, PositionProvider, ParentNodeProvider, QualifiedNameProvider)
         )
-        self._spans, self._lines = found[ByteSpanPositionProvider], found[PositionProvider]
-        self._parents, self._names = found[ParentNodeProvider], found[QualifiedNameProvider]
+        self._spans = found[ByteSpanPositionProvider]
+        self._lines = found[PositionProvider]
+        self._parents = found[ParentNodeProvider]
+        self._names = found[QualifiedNameProvider]
         self.nodes: list[cst.CSTNode] = []
         self._places: dict[cst.CSTNode, tuple[int, int]] = {}
         self._list(self.module)
@@ -108,7 +111,7 @@ class ScriptSource:
             found = self.parent(found)
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Returns the statement that holds ``node`` and has lines of its own; None behind ``if x:`` on one line."""
+        """Returns the statement around ``node`` that begins a line; None behind ``if x:`` on one line."""
         for found in (node, *self.above(node)):
             if isinstance(found, cst.SimpleStatementLine | cst.BaseCompoundStatement):
                 return found
@@ -136,12 +139,18 @@ class ScriptSource:
         return _HOMES.get(name, name)
 
     def called(self, call: cst.Call) -> str:
-        """Returns the imported name of what ``call`` calls, or ''."""
+        """Returns the imported name of the function in ``call``, or ''."""
         return self.qualified(call.func)
 
     def calls_of(self, name: str) -> list[cst.Call]:
         """Returns the calls of the imported ``name``."""
         return [call for call in self.calls if self.called(call) == name]
+
+    def calls_of_own(self, function: cst.FunctionDef) -> list[cst.Call]:
+        """Returns the calls of one of the script's own functions or methods, from outside of it, by its name."""
+        inside = self.inside(function)
+        found = [c for c in self.calls if self.code(c.func).rpartition(".")[2] == function.name.value]
+        return [call for call in found if call not in inside]
 
     def imported(self) -> set[str]:
         """Returns the modules and names that the script imports."""
@@ -173,7 +182,8 @@ class ScriptSource:
             return [*self.origins(node.body, depth - 1), *self.origins(node.orelse, depth - 1)]
         if not isinstance(node, cst.Name | cst.Attribute):
             return [node]
-        name, function = self.code(node), self.function(node)
+        name = self.code(node)
+        function = self.function(node)
         known = self.values.get(name, [])
         if isinstance(node, cst.Name):
             near = [value for value in known if value.function is function]
@@ -194,7 +204,7 @@ class ScriptSource:
             same = isinstance(value.node, cst.Call) and isinstance(value.node.func, cst.Attribute) and again
             return [] if same or self.code(value.node) == name else self.origins(value.node, depth)
         if _is_prepare(value.node) and value.element < len(value.node.args):
-            given = value.node.args[value.element].value  # Accelerate returns what it is given, in the same order
+            given = value.node.args[value.element].value  # Accelerate returns its arguments in their order
             return [] if self.code(given) == name else self.origins(given, depth)
         found = []
         for node in self.origins(value.node, depth):
@@ -224,15 +234,18 @@ class ScriptSource:
         return [found for node in returned if node.value for found in self.origins(node.value, depth - 1)]
 
     def _passed(self, name: str, function: Function) -> list[cst.CSTNode]:
-        """Returns what the calls of ``function`` pass as its parameter ``name``."""
+        """Returns the arguments that the calls of ``function`` pass as its parameter ``name``."""
         if not isinstance(function, cst.FunctionDef):
             return []
         parameters = [p.name.value for p in (*function.params.params, *function.params.kwonly_params)]
         if name not in parameters:
             return []
-        place, callee, own_class = parameters.index(name), function.name.value, self.class_of(function)
+        place = parameters.index(name)
+        callee = function.name.value
+        own_class = self.class_of(function)
         if own_class is not None and parameters[0] in ("self", "cls"):
-            place, callee = place - 1, own_class if callee == "__init__" else callee
+            place -= 1  # calls do not pass self
+            callee = own_class if callee == "__init__" else callee
         found: list[cst.CSTNode] = []
         for call in self.calls:
             last = call.func.attr if isinstance(call.func, cst.Attribute) else call.func
@@ -266,10 +279,10 @@ class ScriptSource:
             parts = [e.value for e in target.elements] if isinstance(target, cst.Tuple | cst.List) else [target]
             for place, part in enumerate(parts):
                 element = place if several else None
-                made = Value(value, element, node, self.function(node))
+                given = Value(value, element, node, self.function(node))
                 if isinstance(value, cst.Tuple) and element is not None and element < len(value.elements):
-                    made = Value(value.elements[element].value, None, node, self.function(node))
-                self.values.setdefault(self.code(part), []).append(made)
+                    given = Value(value.elements[element].value, None, node, self.function(node))
+                self.values.setdefault(self.code(part), []).append(given)
 
 
 def argument(call: cst.Call, name: str, place: int | None = None) -> cst.Arg | None:

@@ -1,4 +1,4 @@
-"""What a training script consists of, found in its text: loops, loaders, optimizers, models, epochs, totals."""
+"""TrainingParts: the parts of a training script, found in its text: loops, loaders, optimizers, models, epochs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class TrainingParts:
     def __init__(
         self, source: ScriptSource, loaders: tuple[str, ...] = LOADERS, optimizers: tuple[str, ...] = ("torch.optim.",)
     ) -> None:
-        self.source, self._loaders, self._prefixes = source, loaders, optimizers
+        self.source = source
+        self._loaders = loaders
+        self._prefixes = optimizers
         self._training: dict[str, bool] = {}
         self._optimizers: list[MadeOptimizer] | None = None
 
@@ -63,13 +65,14 @@ class TrainingParts:
         if function is None:
             return False
         if name not in self._training:
-            self._training[name] = False  # a function that calls itself
+            self._training[name] = False  # ends the search in a function that calls itself
             self._training[name] = self.trains(function.body)
         return self._training[name]
 
     def batch_loops(self) -> list[Loop]:
         """Returns the innermost loops that train, also where a function around the pass is called in them."""
         loops = [n for n in self.source.nodes if isinstance(n, cst.For | cst.While) and self.trains(n.body)]
+        # A loop over epochs trains as well, because the loop inside it does.
         inner = [
             loop
             for loop in loops
@@ -78,28 +81,18 @@ class TrainingParts:
         return [loop for loop in inner if not self._calls_a_loop(loop)]
 
     def _calls_a_loop(self, loop: Loop) -> bool:
-        """Returns whether what trains in ``loop`` is a loop in a function that it calls."""
-        for name in called_functions(self.source, loop):
-            function = self.source.functions[name]
-            if self._function_trains(name):
-                inner = [n for n in self.source.inside(function.body) if isinstance(n, cst.For | cst.While)]
-                if any(self.trains(n.body) for n in inner):
-                    return True
-                if self._calls_a_loop_inside(function):
-                    return True
-        return False
+        """Returns whether a loop that trains lies in a function that ``loop`` calls, itself or through another one."""
+        called = self._training_functions(loop)
+        deeper = [other for function in called for other in self._training_functions(function) if other is not function]
+        inside = (node for function in (*called, *deeper) for node in self.source.inside(function.body))
+        return any(isinstance(node, cst.For | cst.While) and self.trains(node.body) for node in inside)
 
-    def _calls_a_loop_inside(self, function: cst.FunctionDef) -> bool:
-        for name in called_functions(self.source, function):
-            other = self.source.functions[name]
-            if other is not function and self._function_trains(name):
-                inner = [n for n in self.source.inside(other.body) if isinstance(n, cst.For | cst.While)]
-                if any(self.trains(n.body) for n in inner):
-                    return True
-        return False
+    def _training_functions(self, node: cst.CSTNode) -> list[cst.FunctionDef]:
+        names = called_functions(self.source, node)
+        return [self.source.functions[name] for name in names if self._function_trains(name)]
 
     def items_of(self, loop: cst.For) -> cst.BaseExpression:
-        """Returns what ``loop`` iterates over, without enumerate, tqdm and the like around it."""
+        """Returns the iterable of ``loop``, without enumerate, tqdm and the like around it."""
         found: cst.BaseExpression = loop.iter
         for _ in range(6):
             if isinstance(found, cst.Name):
@@ -118,7 +111,7 @@ class TrainingParts:
         return name in SAME_ITEMS or name.rpartition(".")[2] in SAME_ITEMS
 
     def loaders_of(self, node: cst.CSTNode) -> tuple[list[cst.Call], list[cst.CSTNode]]:
-        """Returns the loaders that ``node`` may stand for, and what else it may stand for."""
+        """Returns the loaders that ``node`` may stand for, and its other origins."""
         found = list(dict.fromkeys(self.source.origins(node)))
         made = [n for n in found if isinstance(n, cst.Call) and self.source.called(n) in self._loaders]
         return made, [n for n in found if n not in made]
@@ -146,10 +139,38 @@ class TrainingParts:
     # ---- optimizers and models -----------------------------------------------------------------------------------
 
     def optimizers(self) -> list[MadeOptimizer]:
-        """Returns the optimizers that the script makes."""
+        """Returns the optimizers of the script; where a function returns one, its calls count."""
         if self._optimizers is None:
-            self._optimizers = [self._made(call) for call in self.source.calls if self._makes_optimizer(call)]
+            made = [self._made(call) for call in self.source.calls if self._makes_optimizer(call)]
+            outside = [found for one in made for found in self._returned(one, one.call)]
+            self._optimizers = list({found.call: found for found in outside}.values())
         return self._optimizers
+
+    def _returned(self, made: MadeOptimizer, first: cst.Call, depth: int = 3) -> list[MadeOptimizer]:
+        """Returns ``made``, or the calls of the script's own function that returns the result of ``first``."""
+        function = self.source.function(made.call)
+        if depth == 0 or not isinstance(function, cst.FunctionDef):
+            return [made]
+        returns = [n for n in self.source.inside(function.body) if isinstance(n, cst.Return) and n.value is not None]
+        if not any(first in self.source.origins(n.value) for n in returns if n.value is not None):
+            return [made]
+        found = [
+            MadeOptimizer(call, self._target(call), tuple(self._outside(name, function, call) for name in made.models))
+            for call in self.source.calls_of_own(function)
+        ]
+        return [one for outer in found for one in self._returned(outer, first, depth - 1)] or [made]
+
+    def _outside(self, name: str, function: cst.FunctionDef, call: cst.Call) -> str:
+        """Returns the name, where ``call`` stands, of the model that is ``name`` in ``function``."""
+        first, _, rest = name.partition(".")
+        parameters = [p.name.value for p in function.params.params]
+        if first == "self" and isinstance(call.func, cst.Attribute):
+            given = self.source.code(call.func.value)
+            return root(f"{given}.{rest}" if rest else given)
+        if name in parameters:
+            passed = argument(call, name, parameters.index(name) - (parameters[0] == "self"))
+            return root(self.source.code(passed.value)) if passed is not None else name
+        return name
 
     def _makes_optimizer(self, call: cst.Call) -> bool:
         name = self.source.called(call)
@@ -160,17 +181,19 @@ class TrainingParts:
         last = name.rpartition(".")[2]
         return name in OPTIMIZERS or (name.startswith(self._prefixes) and last[:1].isupper())
 
+    def _target(self, call: cst.Call) -> str:
+        """Returns the name to which the script assigns the result of ``call``, or ''."""
+        parent = self.source.parent(call)
+        target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
+        return self.source.code(target) if isinstance(target, cst.Name | cst.Attribute) else ""
+
     def _made(self, call: cst.Call) -> MadeOptimizer:
-        parent, name = self.source.parent(call), ""
-        if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
-            target = parent.targets[0].target
-            name = self.source.code(target) if isinstance(target, cst.Name | cst.Attribute) else ""
         given = argument(call, "params") or argument(call, "parameters") or argument(call, "model", 0)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "configure_optimizers":
             models: tuple[str, ...] = (self.source.code(call.func.value),)
         else:
             models = tuple(dict.fromkeys(self._models_in(given.value))) if given is not None else ()
-        return MadeOptimizer(call, name, models)
+        return MadeOptimizer(call, self._target(call), models)
 
     def _models_in(self, node: cst.CSTNode, depth: int = 3) -> Iterator[str]:
         """Yields the names of the models whose parameters are in ``node``."""

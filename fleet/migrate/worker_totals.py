@@ -43,7 +43,7 @@ def _divide(port: ScriptPort, loop: Loop, name: str, node: cst.AugAssign, names:
 
 
 def _kind(port: ScriptPort, use: cst.Name, names: set[str]) -> str:
-    """Returns what happens to a total: divided by the size of the data, by a count of this worker, or other."""
+    """Returns the use of a total: "of the data", "of the batches" by its divisor, or "other"."""
     parent = port.source.parent(use)
     if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.Divide) and parent.left is use:
         return _divisor(port.source.code(parent.right), names)

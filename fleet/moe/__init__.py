@@ -10,7 +10,7 @@ Example:
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
     "BaseGate": "fleet.moe.gates",

@@ -1,4 +1,4 @@
-"""The workers around a layer of experts: who holds which, who holds copies, and whose tokens one process would see."""
+"""The workers around a layer of experts: the holders of experts and of copies, and the sources of all tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class ExpertMesh:
                 f"MoELayer(moe_group=...) got one worker, and hybrid_configs['ep_degree'] is {len(own)}: leave "
                 "moe_group out, or set ep_degree to 1."
             )
-        self.size, self.rank = len(own), 0 if axes is None else axes.rank("ep")
+        self.size = len(own)
+        self.rank = 0 if axes is None else axes.rank("ep")
         mp_size = 1 if axes is None else axes.size("mp")
         if self.size > 1 and mp_size > 1 and mp_group is None:
             raise ConfigError(
@@ -89,7 +90,8 @@ class ExpertMesh:
         slices its tokens adds the slices up.
         """
         session = running_session()
-        group, divisor = self.mp, 1
+        group = self.mp
+        divisor = 1
         if self.size > 1:
             group = self._along("moe_sharding")
             assert session is not None
@@ -99,12 +101,17 @@ class ExpertMesh:
         return list(apply(group, divisor, *parameters))
 
     def counts(self, own: Tensor) -> tuple[Tensor, int]:
-        """Returns the counts of every worker whose tokens one process would see, in its order, and this one's place."""
-        rows, place, block = own.unsqueeze(0), 0, 1
+        """Returns the counts of all workers whose tokens one process would see, in order, and this worker's place."""
+        rows = own.unsqueeze(0)
+        place = 0
+        block = 1
         for group in self.sources:
             parts = [torch.empty_like(rows) for _ in range(group.size())]
             dist.all_gather(parts, rows, group=group)
-            rows, place, block = torch.cat(parts), place + group.rank() * block, block * group.size()
+            rows = torch.cat(parts)
+            # The rows of the inner groups form one block of the next group.
+            place += group.rank() * block
+            block *= group.size()
         return rows, place
 
     def summed(self, x: Tensor) -> Tensor:
@@ -112,13 +119,15 @@ class ExpertMesh:
 
         In backward each gets the gradient times the number of data replicas: data parallel divides by that later.
         """
-        session, total = running_session(), x
+        session = running_session()
+        total = x
         if not self.sources or session is None:
             return x
         averaged = session.options["gradient_scale_configs"].scale_strategy == "avg"
         factor = session.job.axes.data_replicas if averaged else 1
         for group in self.sources:
             total = applied(_Sum, total, group, factor)
+            # The factor acts once: the backward of every further sum would multiply by it again.
             factor = 1
         return total
 
@@ -137,12 +146,13 @@ class ExpertMesh:
 class _Shared(Function):
     @staticmethod
     def forward(ctx: Any, group: Any, divisor: int, *parameters: Tensor) -> Any:
-        ctx.group, ctx.divisor = group, divisor
+        ctx.group = group
+        ctx.divisor = divisor
         return tuple(p.view_as(p) for p in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # One exchange for all: which experts had tokens differs between workers, and so does what is ready first.
+        # One exchange for all: experts with tokens differ between workers, and so does the order of their gradients.
         found = [g / ctx.divisor for g in gradients]
         if ctx.group is not None:
             flat = torch.cat([g.float().flatten() for g in found])

@@ -1,9 +1,9 @@
 """Gates: which experts each token goes to, with which weight, and the loss that spreads the tokens evenly.
 
 [Note: As one process]
-Capacities and losses count the tokens of all workers, those that train on other rows too, so that they are what a
-single process with all the data computes, and do not change with the number of workers. An expert over its capacity
-keeps the tokens of the first workers.
+Capacities and losses count the tokens of all workers, those that train on other rows too, so that they equal the
+numbers of a single process with all the data, and do not change with the number of workers. An expert over its
+capacity keeps the tokens of the first workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fleet.moe.expert_mesh import ExpertMesh
 
 
 class BaseGate(nn.Module):
-    """What a layer of experts asks of its gate.
+    """The interface of a gate to its layer of experts.
 
     ``forward`` of a subclass takes tokens ``[n, d_model]`` and returns the weights and the indices of their experts,
     each ``[n, top_k]``; index -1 is none.
@@ -31,7 +31,9 @@ class BaseGate(nn.Module):
 
     def __init__(self, num_expert: int, world_size: int) -> None:
         super().__init__()
-        self.num_expert, self.world_size, self.tot_expert = num_expert, world_size, num_expert * world_size
+        self.num_expert = num_expert
+        self.world_size = world_size
+        self.tot_expert = num_expert * world_size
         self.mesh: ExpertMesh | None = None  # the layer sets it
         self._loss: Tensor | None = None
 
@@ -40,7 +42,7 @@ class BaseGate(nn.Module):
         self._loss = loss
 
     def get_loss(self, clear: bool = True) -> Tensor | None:
-        """Returns the loss of the last forward, to be added to that of the model; ``None`` where there is none.
+        """Returns the loss of the last forward, to be added to the model's, or ``None``.
 
         Args:
             clear: forget it, so that it is used once.
@@ -52,15 +54,16 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether :meth:`get_loss` returns one."""
+        """Whether :meth:`get_loss` returns a loss."""
         return self._loss is not None
 
     def counted(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns how many tokens chose each expert: on the workers before this one, on this one, on all.
+        """Returns the number of tokens that chose each expert: on the workers before this one, on this one, on all.
 
         The last entry of each is the number of tokens.
         """
         own = torch.bincount(chosen.flatten()[chosen.flatten() >= 0], minlength=self.tot_expert)
+        # The number of tokens travels with the counts, in one message.
         own = torch.cat([own, own.new_tensor([chosen.shape[0]])])
         rows, place = (own.unsqueeze(0), 0) if self.mesh is None else self.mesh.counts(own)
         return rows[:place].sum(0), own, rows.sum(0)
@@ -89,7 +92,8 @@ class NaiveGate(BaseGate):
             raise ConfigError(
                 f"{type(self).__name__}(topk={topk!r}): there are {self.tot_expert} experts to choose from."
             )
-        self.gate, self.top_k = nn.Linear(d_model, self.tot_expert), topk
+        self.gate = nn.Linear(d_model, self.tot_expert)
+        self.top_k = topk
 
     def forward(self, inp: Tensor, return_all_scores: bool = False) -> Any:
         """Returns weights and indices, and with ``return_all_scores`` the scores of all experts."""
@@ -127,7 +131,8 @@ class GShardGate(NaiveGate):
                 f"GShardGate(topk={topk!r}): gshard sends each token to 2 experts. Set 2, or use NaiveGate."
             )
         super().__init__(d_model, num_expert, world_size, topk)
-        self.capacity, self.random_routing = capacity, random_routing
+        self.capacity = capacity
+        self.random_routing = random_routing
 
     def forward(self, x: Tensor, return_all_scores: bool = False) -> Any:
         """Returns weights and indices, and keeps the loss ``mean(fraction * probability) * experts ** 2``."""
@@ -173,7 +178,8 @@ class SwitchGate(NaiveGate):
                 f"SwitchGate(topk={topk!r}): switch sends each token to 1 expert. Set 1, or use NaiveGate."
             )
         super().__init__(d_model, num_expert, world_size, topk)
-        self.switch_eps, self.capacity = switch_eps, capacity
+        self.switch_eps = switch_eps
+        self.capacity = capacity
 
     def forward(self, inp: Tensor, return_all_scores: bool = False) -> Any:
         """Returns weights and indices, and keeps the loss ``sum(fraction * probability) * experts``."""
@@ -193,7 +199,7 @@ class SwitchGate(NaiveGate):
 
 
 def number_of(count: Tensor) -> int:
-    """Returns the value of a tensor of one number; a place of its own for estimates, whose tensors have none."""
+    """Returns the value of a tensor of one number; estimates, whose tensors have none, replace this function."""
     return int(count)
 
 
@@ -202,8 +208,8 @@ def limited(chosen: Tensor, before: Tensor, capacity: int) -> Tensor:
 
     Args:
         chosen: the experts of each token.
-        before: how many tokens each expert has from the workers before this one.
-        capacity: how many tokens an expert takes.
+        before: the number of tokens that each expert has from the workers before this one.
+        capacity: the number of tokens that an expert takes.
 
     Example:
         >>> limited(torch.tensor([[0], [0], [1]]), torch.tensor([1, 0]), 2)
@@ -212,6 +218,7 @@ def limited(chosen: Tensor, before: Tensor, capacity: int) -> Tensor:
                 [ 1]])
     """
     flat = chosen.flatten()
+    # Stable: among the choices of one expert the earlier tokens keep their places when it fills up.
     order = flat.argsort(stable=True)
     ranked = flat[order]
     # The place of each choice among those of its expert, in the order of the tokens.

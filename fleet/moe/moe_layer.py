@@ -44,7 +44,7 @@ class ExpertList(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Sends each token to the experts that its gate chooses, and adds up what they return.
+    """Sends each token to the experts that its gate chooses, and adds up their results.
 
     A single process with all experts and all the data computes the same; in particular the gradients of experts are
     complete and scaled as all others, whatever the degrees are. The parameters of expert ``i`` of the whole layer are
@@ -93,7 +93,9 @@ class MoELayer(nn.Module):
                 "on the device. Leave it out."
             )
         self._mesh = ExpertMesh(moe_group, mp_group)
-        self.d_model, self.num_expert, self.world_size = d_model, len(own), self._mesh.size
+        self.d_model = d_model
+        self.num_expert = len(own)
+        self.world_size = self._mesh.size
         self.recompute_interval = recompute_interval
         self.experts = ExpertList(own, self._mesh.rank * len(own))
         if self._mesh.size > 1:
@@ -116,6 +118,7 @@ class MoELayer(nn.Module):
         flat = chosen.flatten()
         order, sent = self._by_expert(flat)
         answers = self._answers(tokens[order // chosen.shape[1]], sent)
+        # The slot of a choice that was dropped stays zero, so it adds nothing to its token.
         slots = answers.new_zeros((len(flat), self.d_model)).index_copy(0, order, answers)
         result = (slots.view(*chosen.shape, self.d_model) * value.unsqueeze(-1)).sum(1).to(inp.dtype)
         if self._mesh.slices:
@@ -128,27 +131,31 @@ class MoELayer(nn.Module):
         if not names or self._mesh.mp is None:
             found = self.gate(tokens)
         else:
+            # The gradient of a gate that saw a slice is a part: backward adds the parts up over mp.
             summed = [regions.copy_to(p, self._mesh.mp) for p in parameters]
             found = functional_call(self.gate, dict(zip(names, summed, strict=True)), (tokens,))
         return found[0], found[1]
 
     def _by_expert(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the places of ``flat`` in the order of the experts there, and how many each worker's experts get."""
+        """Returns the places of ``flat`` in the order of its experts, and the counts of each worker's experts."""
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # without those that no expert takes
         sent = torch.bincount(flat[order], minlength=self.num_expert * self.world_size)
         return order, sent.view(self.world_size, -1)
 
     def _answers(self, rows: Tensor, sent: Tensor) -> Tensor:
-        """Returns what the experts make of ``rows``, which stand by expert; ``sent`` counts them by worker too."""
+        """Returns the experts' results for ``rows``, which stand by expert; ``sent`` counts them by worker too."""
         group = self._mesh.group
         if group is None:
             return self._through_experts(rows, sent[0].tolist())
+        # The counts first: a worker makes room for the rows before they come.
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        away, here = sent.sum(1).tolist(), received.sum(1).tolist()
+        away = sent.sum(1).tolist()
+        here = received.sum(1).tolist()
         order = expert_order(received)
         arrived = exchange_rows(rows, away, here, group)[order]
         answers = self._through_experts(arrived, received.sum(0).tolist())
+        # The inverse permutation: rows return in the order of their arrival, the one that their sender knows.
         return exchange_rows(answers[order.argsort()], here, away, group)
 
     def _through_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -156,7 +163,8 @@ class MoELayer(nn.Module):
         shared = self._mesh.shared([p for expert in self.experts for _, p in expert.named_parameters()])
 
         def run(rows: Tensor, *parameters: Tensor) -> Tensor:
-            found, left = [], iter(parameters)
+            found = []
+            left = iter(parameters)
             for expert, own, part in zip(self.experts, names, rows.split(counts), strict=True):
                 given = {name: next(left) for name in own}
                 if len(part):
@@ -182,12 +190,8 @@ class MoELayer(nn.Module):
         if gate is not None and not isinstance(gate, Mapping):
             raise TypeError(f"MoELayer(gate={gate!r}) takes a dictionary, or a gate that derives from NaiveGate.")
         asked = dict(gate or {})
-        kinds: dict[str | None, type[NaiveGate]] = {
-            "gshard": GShardGate,
-            "switch": SwitchGate,
-            "naive": NaiveGate,
-            None: NaiveGate,
-        }
+        kinds: dict[Any, type[NaiveGate]] = {"gshard": GShardGate, "switch": SwitchGate, "naive": NaiveGate}
+        kinds[None] = NaiveGate
         kind = asked.pop("type", "gshard")
         top_k = asked.pop("top_k", 1 if kind == "switch" else 2)
         if kind not in kinds or asked:

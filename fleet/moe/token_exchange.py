@@ -18,9 +18,9 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
     """Returns the rows that the workers of ``group`` sent here, in their order; backward sends the gradients back.
 
     Args:
-        rows: those for worker 0 first.
-        sent: how many of them go to each worker.
-        received: how many come from each.
+        rows: the rows to send, those for worker 0 first.
+        sent: the number of them for each worker.
+        received: the number from each worker.
         group: the workers; ``None`` for one alone.
     """
     if group is None:
@@ -31,7 +31,9 @@ def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], gr
 class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
         into = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(into, rows.contiguous(), received, sent, group=group)
         return into
@@ -62,7 +64,7 @@ def global_scatter(x: Tensor, local_count: Tensor, global_count: Tensor, group: 
 
 
 def global_gather(x: Tensor, local_count: Tensor, global_count: Tensor, group: Any = None) -> Tensor:
-    """Returns to every worker the rows that :func:`global_scatter` took from it, with the same counts."""
+    """Returns to every worker the rows that :func:`global_scatter` sent from it, with the same counts."""
     workers, sent, received = _counts(x, global_count, local_count, group, "global_gather()", swapped=True)
     rows = x[expert_order(sent).argsort()]
     return exchange_rows(rows, sent.sum(1).tolist(), received.sum(1).tolist(), workers)

@@ -7,6 +7,7 @@ Nothing here is written per option: names, types, defaults, bounds and meanings 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -14,7 +15,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,7 +36,7 @@ else:
 
 __all__ = ["BuildStrategy", "DistributedStrategy", "ExecutionStrategy"]
 
-# Names from older releases -> what replaced them (requirements 003-12 to 003-15).
+# Names from older releases -> their replacements (requirements 003-12 to 003-15).
 RENAMED = {
     "exec_strategy": "execution_strategy",
     "forward_recompute": "recompute",
@@ -82,7 +82,7 @@ def schema() -> Mapping[str, Option]:
     return _schema(tuple(REGISTRY.values()), tuple(GROUPS))
 
 
-@lru_cache(maxsize=4)  # reading one attribute must not describe all of them again
+@functools.lru_cache(maxsize=4)  # reading one attribute must not describe all of them again
 def _schema(strategies: tuple[type[Strategy], ...], groups: tuple[type[Config], ...]) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     for strategy in strategies:
@@ -106,13 +106,13 @@ def _resets() -> dict[str, Mapping[str, Mapping[str, Any]]]:
 
 
 class DistributedStrategy(TypedOptions):
-    """Holds every option of a job; assign the ones you want, and the rest keep their defaults.
+    """Holds every option of a job; assign some, and the rest keep their defaults.
 
-    Assigning a ``*_configs`` option merges the given keys into the current values. Reading one returns a live
+    Assigning a ``*_configs`` option merges the given keys into the current values. Reading it returns a live
     dictionary, whose keys are also attributes: a value written into it is checked and kept like an assignment.
     Assigning an option that has no meaning on torch warns once with the reason. ``fleet.init`` and
-    ``fleet.distributed_*`` refuse one that cannot be honoured, with the reason. They copy the strategy, so a later
-    change warns.
+    ``fleet.distributed_*`` refuse an option that cannot be honoured, with the reason. They copy the strategy, so a
+    later change warns.
 
     Raises:
         UnknownOptionError: the option or key does not exist; the message names the nearest one.
@@ -159,6 +159,7 @@ class DistributedStrategy(TypedOptions):
         for other, changes in _resets().get(name, {}).items():
             self._values[other] = self._values[other].updated(changes)
         self._values[name] = new
+        # A dictionary keeps the order of assignments, in which a file is written.
         self._assigned[name] = None
         self._show_views()
         self._warn_of_copy([name])
@@ -169,7 +170,14 @@ class DistributedStrategy(TypedOptions):
 
     def _show_views(self) -> None:
         for name, view in self._views.items():
-            view.show(self._values[name])
+            view.show(self._shown(_option(name)))
+
+    def _shown(self, option: Option) -> Any:
+        """Returns the value as the user reads it: the value of the key with the same meaning, where that is set."""
+        if option.rule.shows is None:
+            return self._values[option.name]
+        group, *keys = option.rule.shows.split(".")
+        return functools.reduce(getattr, keys, self._values[group]) or self._values[option.name]
 
     def _warn_of_copy(self, names: list[str]) -> None:
         call, job = (self._copy[0], self._copy[1]()) if self._copy is not None else ("", None)
@@ -186,10 +194,11 @@ class DistributedStrategy(TypedOptions):
             )
 
     def _read(self, name: str) -> Any:
+        # copy and pickle look methods up on an object without attributes; a lookup of _values there would recurse.
         if name.startswith("__") or "_values" not in self.__dict__:
             raise AttributeError(name)
         option = _option(name)
-        value = self._values[option.name]
+        value = self._shown(option)
         if not isinstance(value, Config | tuple | dict):
             return value
         if option.name not in self._views:
@@ -198,7 +207,8 @@ class DistributedStrategy(TypedOptions):
         return self._views[option.name]
 
     if not TYPE_CHECKING:  # type checkers then refuse every name that is no option
-        __getattr__, __setattr__ = _read, _assign
+        __getattr__ = _read
+        __setattr__ = _assign
 
     def __getitem__(self, name: str) -> Any:
         """Returns the stored value of an option: a scalar, a tuple, or a frozen Config."""
@@ -221,6 +231,7 @@ class DistributedStrategy(TypedOptions):
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedStrategy:
+        # Views and the mark of mark_copied() stay behind: they belong to this object.
         twin = type(self)()
         twin.__setstate__(copy.deepcopy((self._values, self._assigned), memo))
         return twin
@@ -232,7 +243,7 @@ class DistributedStrategy(TypedOptions):
         return dict(self._values), dict(self._assigned)
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, None]]) -> None:
-        # An object that was stored before an option existed gets its default.
+        # A strategy that was pickled before an option existed gets its default.
         defaults = {name: option.default for name, option in schema().items()}
         self.__dict__.setdefault("_views", {})
         self.__dict__.update(_values={**defaults, **state[0]}, _assigned=dict(state[1]))
@@ -268,6 +279,7 @@ class DistributedStrategy(TypedOptions):
 
     def _update(self, entries: list[tuple[str, Any, str]]) -> None:
         """Assigns entries of name, value and place in a file, or none of them when one is wrong."""
+        # All entries go into a copy first, so that a wrong one leaves this object as it was.
         trial = copy.deepcopy(self)
         for name, value, place in sorted(entries, key=lambda entry: entry[0] not in _resets()):
             try:
@@ -276,6 +288,7 @@ class DistributedStrategy(TypedOptions):
                 if not place:
                     raise
                 raise type(error)(f"{place}: {error}") from error
+        # Views that the script holds stay the same objects, and show the new values.
         self.__setstate__(trial.__getstate__())
         self._warn_of_copy([_option(name).name for name, _, _ in entries])
 
@@ -355,13 +368,13 @@ class BuildStrategy(SettingsObject, BuildStrategyConfigView, option="build_strat
     """The graph-pass switches of ``strategy.build_strategy``."""
 
     class ReduceStrategy(IntEnum):
-        """How gradients are summed, for ``reduce_strategy``."""
+        """The way of summing gradients, for ``reduce_strategy``."""
 
         AllReduce = 0
         Reduce = 1
 
     class GradientScaleStrategy(IntEnum):
-        """What gradients are divided by, for ``gradient_scale_strategy``."""
+        """The divisor of gradients, for ``gradient_scale_strategy``."""
 
         CoeffNumDevice = 0
         One = 1
@@ -386,7 +399,8 @@ def _without_effect(label: str, default: Config, changes: Mapping[str, Any]) -> 
     """Returns label and reason of every changed key that has no meaning; keys with their default are omitted."""
     found: list[tuple[str, str]] = []
     for key, value in changes.items():
-        inner, place = getattr(default, key), f"{label}[{key!r}]"
+        inner = getattr(default, key)
+        place = f"{label}[{key!r}]"
         if isinstance(inner, Config):
             found += _without_effect(place, inner, value.as_dict() if isinstance(value, Config) else value)
             continue
@@ -423,14 +437,27 @@ def _warn(settings: list[tuple[str, str]]) -> None:
 
 def _warn_user(text: str) -> None:
     """Warns at the user's line that led here."""
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("fleet."):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     warnings.warn(text, OptionWarning, stacklevel=level)
+
+
+def check_strategy(label: str, strategy: object) -> None:
+    """Raises ConfigError unless ``strategy`` is a DistributedStrategy or ``None``."""
+    if strategy is not None and not isinstance(strategy, DistributedStrategy):
+        raise ConfigError(
+            f"{label} takes a fleet.DistributedStrategy, got {strategy!r}. Strategy classes from older releases are "
+            "not compatible; set the same options on fleet.DistributedStrategy()."
+        )
 
 
 def mark_copied(strategy: DistributedStrategy, call: str, job: Job) -> None:
     """Makes ``strategy`` warn once for each option changed after ``call`` has copied it, while ``job`` runs."""
+    # Past __setattr__, which would take these names for options. The job is held weakly: a strategy that outlives it
+    # must not keep its models alive.
     strategy.__dict__.update(_copy=(call, weakref.ref(job)), _told=set())
 
 
@@ -554,8 +581,9 @@ def _row(name: str, kind: Any, default: Any, rule: FieldRule, words: Mapping[str
 
 
 def described(name: str, rule: FieldRule, words: Mapping[str, Any] = ENGLISH) -> str:
-    """Returns what the option does, and whether it is refused or has no meaning."""
-    meaning, outcome = _meaning(name, rule, words), _outcome(rule, words)
+    """Returns the meaning of the option, and whether it is refused or without effect."""
+    meaning = _meaning(name, rule, words)
+    outcome = _outcome(rule, words)
     if outcome and meaning[-1:].isalnum():
         meaning += "."
     return f"{meaning} {outcome}".strip()

@@ -1,4 +1,4 @@
-"""``python -m fleet explain FILE``: what a strategy file does, what changes nothing, and what is refused."""
+"""``python -m fleet explain FILE``: effects of a strategy file, options without effect, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def run(argv: Sequence[str]) -> int:
     strategy = DistributedStrategy()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OptionWarning)  # the explanation lists them
+            # The explanation lists them.
+            warnings.simplefilter("ignore", OptionWarning)
             if arguments.file.endswith((".prototxt", ".pbtxt", ".textproto")):
                 strategy.load_from_prototxt(arguments.file)
             else:

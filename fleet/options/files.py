@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import typing
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fleet._limited_yaml import MAX_TEXT, LimitedLoader
+from fleet.common.limited_yaml import MAX_TEXT, LimitedLoader
+from fleet.common.plain_files import read_small, replace_file
 from fleet.errors import ConfigError, UnknownOptionError, did_you_mean
 from fleet.options.prototxt import TextEntry, Word, format_entries, parse
 from fleet.strategies._declare.fields import Config, FieldRule, value_types
@@ -28,40 +27,13 @@ PathLike = str | os.PathLike[str]
 Entries = list[tuple[str, Any, str]]
 
 
-def write_text(path: PathLike, text: str) -> None:
-    """Replaces ``path`` with a file that holds ``text``; on an error the old file stays."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-        os.chmod(temporary, mode)  # mkstemp creates a file that only its owner can read
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _read_text(path: PathLike) -> str:
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_TEXT + 1)
+        return read_small(path, MAX_TEXT).decode()
     except OSError as error:
         raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{os.fspath(path)} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-    if len(text) > MAX_TEXT:
-        raise ConfigError(f"{os.fspath(path)} has more than {MAX_TEXT} characters, the limit for a strategy.")
-    return text
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------
@@ -130,7 +102,7 @@ def write_yaml(path: PathLike, values: Mapping[str, Any]) -> None:
     text = yaml.dump(
         dict(values), Dumper=_StrategyDumper, sort_keys=False, default_flow_style=None, allow_unicode=False
     )
-    write_text(path, text)
+    replace_file(path, text)
 
 
 # ---- protobuf text format -------------------------------------------------------------------------------------------
@@ -141,7 +113,7 @@ def write_prototxt(path: PathLike, values: Mapping[str, Any], schema: Mapping[st
     entries: list[TextEntry] = []
     for name, value in values.items():
         entries += _entries_of(name, schema[name].kind, schema[name].rule, value)
-    write_text(path, format_entries(entries))
+    replace_file(path, format_entries(entries))
 
 
 def _entries_of(name: str, kind: Any, rule: FieldRule, value: Any) -> list[TextEntry]:
@@ -194,7 +166,8 @@ def read_prototxt(path: PathLike, schema: Mapping[str, Option]) -> Entries:
         place = f"{source}, line {entries[0].line}"
         option = schema.get(name)
         value = _value_of(source, name, option.kind, option.rule, entries) if option is not None else None
-        found.append((name, value, place))  # an unknown name: the assignment reports it, and recognises old names
+        # The assignment refuses an unknown name, and knows the names of older releases of Paddle.
+        found.append((name, value, place))
     return found
 
 
@@ -230,6 +203,7 @@ def _config_values(source: str, name: str, kind: type[Config], entries: list[Tex
             raise ConfigError(f"{source}, line {entry.line}: {name} takes a block, {name} {{ key: value }}.")
         inner += entry.value
     kinds = value_types(kind)
+    # Unknown keys are refused with the line of the file, which the assignment later would not know.
     values: dict[str, Any] = {}
     for key, found in _grouped(inner).items():
         if key not in kinds:
@@ -262,11 +236,12 @@ def _free_of(source: str, name: str, entry: TextEntry) -> Any:
     return value
 
 
-_TRUE, _FALSE = ("true", "True", "t"), ("false", "False", "f")
+_TRUE = ("true", "True", "t")
+_FALSE = ("false", "False", "f")
 
 
 def _scalar_of(label: str, kind: Any, rule: FieldRule, value: Any) -> Any:
-    """Returns ``value`` as ``kind``; the assignment checks the rest and explains what is wrong."""
+    """Returns ``value`` as ``kind``; the assignment checks bounds and explains a wrong type."""
     if isinstance(value, Word):
         if kind is bool and value in _TRUE + _FALSE:
             return value in _TRUE

@@ -41,7 +41,7 @@ def _facts(strategy: type[Strategy]) -> Iterator[str]:
 
 
 def conflicts_of(strategy: type[Strategy]) -> list[tuple[str, str]]:
-    """Returns what cannot be on together with ``strategy``, and why, whichever file declares it."""
+    """Returns the options that exclude ``strategy``, with the reasons; either of the two files may declare it."""
     own = list(strategy.conflicts.items())
     said_elsewhere = [(s.name, s.conflicts[strategy.name]) for s in REGISTRY.values() if strategy.name in s.conflicts]
     return sorted(own + said_elsewhere)

@@ -3,7 +3,7 @@
 A message is a list of entries ``name: value`` or ``name { ... }``. Values are strings (single or double quoted, with
 escapes, adjacent ones joined), numbers (decimal, hexadecimal, octal, with an ``f`` at the end, ``inf``, ``nan``),
 bare words (``true``, names of enums) and ``[lists]``. ``#`` starts a comment; ``,`` and ``;`` may end an entry.
-The grammar is that of protobuf.dev, "Text Format Language Specification", without extensions and ``Any``.
+The grammar follows protobuf.dev, "Text Format Language Specification", without extensions and ``Any``.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ def parse(text: str, source: str) -> tuple[TextEntry, ...]:
 
 
 def _tokens(text: str, source: str) -> Iterator[_Token]:
-    line, place = 1, 0
+    line = 1
+    place = 0
     while place < len(text):
         match = _TOKEN.match(text, place)
         if match is None:
             raise ConfigError(f"{source}, line {line}: {text[place : place + 20].splitlines()[0]!r} is no text format.")
-        kind, found = str(match.lastgroup), match.group()
+        kind = str(match.lastgroup)
+        found = match.group()
         if kind == "newline":
             line += 1
         elif kind != "space":
@@ -85,10 +87,13 @@ class _TextParser:
     """Reads entries from a list of tokens."""
 
     def __init__(self, tokens: list[_Token], source: str) -> None:
-        self._tokens, self._source, self._place = tokens, source, 0
+        self._tokens = tokens
+        self._source = source
+        self._place = 0
 
     def message(self, end: str | None, opened: int = 0, depth: int = 0) -> list[TextEntry]:
         """Returns the entries up to the mark ``end``, or to the end of the text."""
+        # Well before Python's recursion limit.
         if depth > 50:
             raise self._error(opened, "blocks are nested more than 50 deep")
         entries: list[TextEntry] = []
@@ -176,6 +181,7 @@ def _number(text: str) -> int | float | None:
     is_hex = bare[:2] in ("0x", "0X")
     if not is_hex and not bare.isdigit():
         return float(digits.rstrip("fF"))
+    # int() of a long text takes time quadratic in its digits.
     if len(bare) > 100:
         return None
     octal = len(bare) > 1 and bare[0] == "0" and not set(bare) & set("89")
@@ -184,11 +190,13 @@ def _number(text: str) -> int | float | None:
 
 
 def _unescaped(text: str) -> bytes:
-    data, place = bytearray(), 0
+    data = bytearray()
+    place = 0
     for match in _ESCAPE.finditer(text):
         octal, byte, short, long, letter = match.groups()
         data += text[place : match.start()].encode()
         if octal or byte:
+            # Escapes give bytes, not characters: several of them can make up one UTF-8 character.
             data += bytes([int(octal, 8) & 255 if octal else int(byte, 16)])
         elif short or long:
             data += chr(int(short or long, 16)).encode()

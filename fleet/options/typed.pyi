@@ -43,6 +43,14 @@ class ASyncConfigDict(TypedDict, total=False):
     """Form of rows and dense parameters between workers and servers; int8: row gradients as int8, the rest
     bfloat16. One of 'float32', 'bfloat16', 'int8'. Default: 'float32'.
     """
+    sparse_modules: list[str] | tuple[str, ...]
+    """Nn.Embedding modules of a plain model to train as nn.Embedding(sparse=True), from their own weights: names as
+    in model.named_modules(), or patterns such as 'embedding_dict.*'. Default: [].
+    """
+    unbounded_modules: list[str] | tuple[str, ...]
+    """Nn.Embedding modules that become tables of any 64-bit id, as fleet.SparseEmbedding: rows begin uniform in
+    [-1e-4, 1e-4), or as sparse_table_configs says, not with the module's weights. Default: [].
+    """
     runtime_split_send_recv: bool
     """Internal switch of Paddle. Accepted with one warning: it splits operators of a static program, and torch runs
     none. Default: False.
@@ -81,6 +89,8 @@ ASyncConfigKey: TypeAlias = Literal[
     "publish_every_s",
     "publish_values",
     "wire",
+    "sparse_modules",
+    "unbounded_modules",
     "runtime_split_send_recv",
     "launch_barrier",
     "heter_worker_device_guard",
@@ -104,6 +114,14 @@ class ASyncConfigView(ConfigView):
     publish_every_s: float
     publish_values: str
     wire: str
+    @property
+    def sparse_modules(self) -> list[str]: ...
+    @sparse_modules.setter
+    def sparse_modules(self, value: list[str] | tuple[str, ...]) -> None: ...
+    @property
+    def unbounded_modules(self) -> list[str]: ...
+    @unbounded_modules.setter
+    def unbounded_modules(self, value: list[str] | tuple[str, ...]) -> None: ...
     runtime_split_send_recv: bool
     launch_barrier: bool
     heter_worker_device_guard: str
@@ -136,6 +154,8 @@ class ASyncConfigView(ConfigView):
     @overload
     def __getitem__(self, key: Literal["publish_every_s"], /) -> float: ...
     @overload
+    def __getitem__(self, key: Literal["sparse_modules", "unbounded_modules"], /) -> list[str]: ...
+    @overload
     def __setitem__(
         self,
         key: Literal[
@@ -163,6 +183,10 @@ class ASyncConfigView(ConfigView):
     ) -> None: ...
     @overload
     def __setitem__(self, key: Literal["publish_every_s"], value: float, /) -> None: ...
+    @overload
+    def __setitem__(
+        self, key: Literal["sparse_modules", "unbounded_modules"], value: list[str] | tuple[str, ...], /
+    ) -> None: ...
     def __delitem__(self, key: ASyncConfigKey, /) -> None: ...
     def pop(self, key: ASyncConfigKey, /, *default: Any) -> Any: ...
     def setdefault(self, key: ASyncConfigKey, default: Any = None, /) -> Any: ...
@@ -728,9 +752,7 @@ class ShardingConfigDict(TypedDict, total=False):
     'segment_anchors'. Default: 'segment_broadcast_MB'.
     """
     segment_broadcast_MB: float
-    """Size in MiB of a unit that is gathered at once; in stage 1, of the parameters that are sent at once. Default:
-    32.0.
-    """
+    """Size in MiB of a unit that is gathered at once; in stages 1 and 2, of what is sent at once. Default: 32.0."""
     segment_anchors: list[str] | tuple[str, ...]
     """Qualified names of the modules that are units. Default: []."""
     gradient_merge_acc_step: int
@@ -740,7 +762,7 @@ class ShardingConfigDict(TypedDict, total=False):
     dp_degree. Default: False.
     """
     optimize_offload: bool
-    """Keep the optimizer state in host memory; in stages 2 and 3 the parts and their gradients too. Default: False."""
+    """Keep the optimizer state in host memory; in stage 3 the parts and their gradients too. Default: False."""
     optimize_cast: bool
     """Keep casts on the optimizer's side. Accepted with one warning: it rewrites a static program, and torch runs
     none. Default: False.
@@ -1888,8 +1910,8 @@ class HybridShardingConfigDict(TypedDict, total=False):
     comm_overlap: bool
     """Exchange while backward runs; always so here. Default: False."""
     split_param: bool
-    """True divides inside each tensor, as stage 2 does; False in stage 1 gives whole tensors to workers. Default:
-    False.
+    """True divides gradients and state inside each tensor, as stage 2; False in stage 1 gives workers whole
+    tensors. Default: False.
     """
     fuse_optimizer: bool
     """Update all parameters in one kernel. Accepted with one warning: torch groups parameters by module and fuses
@@ -2585,9 +2607,7 @@ class TypedOptions:
     sparse_table_configs: dict[str, Any]
     """Settings of the sparse tables, by name of the table. Default: {}."""
     fleet_desc_configs: dict[str, Any]
-    """The same as a whole description, for older scripts. Refused: write the keys into sparse_table_configs.
-    Default: {}.
-    """
+    """The same as a whole description, for older scripts. Default: {}."""
     @property
     def fs_client_param(self) -> FsClientConfigView:
         """The Hadoop file system the servers save to."""

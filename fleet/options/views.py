@@ -1,9 +1,9 @@
 """Views: the dictionaries and lists of a strategy, which users can change in place.
 
 [Note: Views]
-A view holds a copy of what the strategy holds, so that it reads like any dict or list: ``json``, ``**``, ``==``. A
-change to a view becomes an assignment to the strategy, which checks it like any other and then updates all its views.
-So a view shows what was assigned after it was read, and a refused change shows nowhere.
+A view holds a copy of the option's value, so that it reads like any dict or list: ``json``, ``**``, ``==``. A change
+to a view becomes an assignment to the strategy, which checks it like any other and then updates all its views. So a
+view shows later assignments too, and a refused change shows nowhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Owner(Protocol):
     """The owner of a view: a strategy, or another view."""
 
     def write_view(self, key: Any, value: Any) -> None:
-        """Replaces what the view under ``key`` shows with ``value``."""
+        """Replaces the value behind the view under ``key``."""
 
 
 class _Detached:
@@ -34,7 +34,7 @@ class _Detached:
 
 
 class LiveView:
-    """What the views have in common; copies and pickles of a view are plain and independent."""
+    """The base of the views; copies and pickles of a view are plain and independent."""
 
     _plain: ClassVar[type[Any]]
     _owner: Owner
@@ -72,6 +72,7 @@ class ConfigView(LiveView, dict[str, Any]):
         """Brings the view up to date."""
         if self.__dict__.get("config") is config:
             return
+        # Through __dict__ and dict: the attributes and items of a view are assignments to the strategy.
         self.__dict__["config"] = config
         for key in config.key_names():
             dict.__setitem__(self, key, view_of(dict.get(self, key), getattr(config, key), self, key))
@@ -119,6 +120,7 @@ class ConfigView(LiveView, dict[str, Any]):
         self.update(type(self.config)().as_dict())
 
     def _read(self, name: str) -> Any:
+        # copy and pickle ask for dunder names before __init__ has run.
         if name.startswith("__") or "config" not in self.__dict__:
             raise AttributeError(name)
         return self[name]
@@ -127,14 +129,15 @@ class ConfigView(LiveView, dict[str, Any]):
         self.pop(name)
 
     if not TYPE_CHECKING:  # type checkers then refuse every name that is no key
-        __getattr__, __setattr__ = _read, write_view
+        __getattr__ = _read
+        __setattr__ = write_view
 
     def __dir__(self) -> Iterable[str]:
         return sorted({*object.__dir__(self), *self})
 
 
 def _changed_as_a_whole(*names: str) -> Callable[[ViewClass], ViewClass]:
-    """Makes the named methods work on a plain copy, which then replaces what the view shows."""
+    """Makes the named methods change a plain copy, which then replaces the value of the view."""
 
     def through_a_copy(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +177,7 @@ class ListView(LiveView, list[Any]):
         """Updates the view; views read from its items before may have moved, and are detached."""
         if repr(self) == repr(plain(items)):
             return
+        # After an assignment to one item the others keep their places, and views read from them stay valid.
         stays = self.__dict__.pop("_stays", False)
         before = list(self)
         made = [view_of(before[at] if stays else None, item, self, at) for at, item in enumerate(items)]
@@ -217,9 +221,28 @@ class DictView(LiveView, dict[str, Any]):
         """Assigns ``value`` to ``key``."""
         self[key] = value
 
+    def _read(self, name: str) -> Any:
+        if name.startswith("__") or name not in self:
+            raise AttributeError(
+                f"{self.__dict__.get('_key', '')} has no key {name!r}. Keys: {', '.join(self) or 'none'}."
+            )
+        return self[name]
+
+    def _write(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):  # reading it would find the method
+            raise ConfigError(f"{name!r} is a method of a dictionary. Write [{name!r}] = {value!r}.")
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.pop(name)
+
+    if not TYPE_CHECKING:  # type checkers know a dictionary
+        __getattr__ = _read
+        __setattr__ = _write
+
 
 def view_of(old: Any, value: Any, owner: Owner, key: Any, config_view: type[ConfigView] = ConfigView) -> Any:
-    """Returns what shows ``value``: ``old`` updated where possible, a new view, or the value itself."""
+    """Returns a view of ``value``: ``old``, updated, where it is of the same kind, or a new one; a scalar as it is."""
     kind: Any = None
     if isinstance(value, Config):
         kind = config_view

@@ -33,7 +33,7 @@ _MIB = 1024 * 1024
 
 
 def _axes_of(mesh: DeviceMesh, everyone: Any) -> Axes:
-    """Returns the place of this worker on ``mesh``; ranks are those in the group ``everyone``, not those of the job."""
+    """Returns the place of this worker on ``mesh``; ranks count in the group ``everyone``, not in the job."""
     names = mesh.mesh_dim_names or ()
     axes = Axes(dict(zip(names, mesh.mesh.shape, strict=True)), dist.get_rank(everyone))
     groups = {axes.ranks(*names): everyone, **{axes.ranks(axis): mesh.get_group(axis) for axis in names}}
@@ -63,11 +63,13 @@ def shard_by_groups(
             "strategy.sharding with fleet.distributed_model() and fleet.distributed_optimizer()."
         )
     strategies = _strategies(session, level, group, dp_group, offload, buffer_max_size)
+    # All checks come before the first change, so that a refusal leaves model and optimizer as they were.
     for strategy in strategies:
         strategy.check_model(model)
         strategy.check_optimizer(optimizer)
     move_model(model, session.job.device, [optimizer])
-    module_chain, optimizer_chain = model, optimizer
+    module_chain = model
+    optimizer_chain = optimizer
     for strategy in strategies:
         module_chain = strategy.wrap_model(module_chain)
         optimizer_chain = strategy.wrap_optimizer(optimizer_chain)
@@ -81,7 +83,7 @@ def shard_by_groups(
 def check_arguments(
     level: object, buffer_max_size: object, segment_size: int, sync_comm: bool, exclude_layer: Sequence[Any] | None
 ) -> None:
-    """Raises for a wrong argument, and warns about one that has no effect."""
+    """Raises for a wrong argument; warns about an argument without effect."""
     if level not in LEVELS:
         raise ConfigError(f"group_sharded_parallel(level={level!r}) takes one of 'os', 'os_g', 'p_g_os'.")
     if type(buffer_max_size) is not int or buffer_max_size < 1:
@@ -155,7 +157,9 @@ def _mesh_of(session: Session, shards: Any, dp_group: dist.ProcessGroup | None) 
     kind = session.job.device.type
     if dp_group is None or dist.get_world_size(dp_group) == 1:
         return DeviceMesh.from_group(shards, kind, mesh_dim_names=("sharding",)), shards
-    copies, row = dist.get_process_group_ranks(dp_group), dist.get_process_group_ranks(shards)
+    copies = dist.get_process_group_ranks(dp_group)
+    row = dist.get_process_group_ranks(shards)
+    # Each worker knows its own row and column; groups of a grid have equal distances, which gives the other rows.
     ranks = torch.tensor([[copy - session.job.global_rank + rank for rank in row] for copy in copies], dtype=torch.int)
     if sorted(ranks.flatten().tolist()) != list(range(session.job.world_size)):
         raise ConfigError(

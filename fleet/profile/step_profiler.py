@@ -5,32 +5,39 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
+from fleet.common.plain_files import replace_file
 from fleet.env import Environment
-from fleet.launch.processes.profile_range import FOLDER, PROFILE, read_range
+from fleet.launch.processes.logs import PROFILE_FOLDER
+from fleet.launch.processes.profile_report import PROFILE, read_range
 from fleet.profile.step_times import StepTimes
 
 
 class StepProfiler:
-    """Profiles the steps from ``first`` up to ``last``, which is not among them; steps are counted from 0.
+    """Profiles the steps ``first`` to ``last - 1``, counted from 0.
 
     Args:
         times: measures the parts of the steps.
         first: the first step.
-        last: the step before which it ends.
-        folder: where its files go.
-        rank: of this worker.
-        device: what it trains on.
+        last: the first step after the profile.
+        folder: receives the files.
+        rank: the rank of this worker.
+        device: the device that it trains on.
     """
 
     def __init__(self, times: StepTimes, first: int, last: int, folder: Path, rank: int, device: torch.device) -> None:
-        self.times, self._first, self._last = times, first, last
-        self._folder, self._rank, self._device = folder, rank, device
+        self.times = times
+        self._first = first
+        self._last = last
+        self._folder = folder
+        self._rank = rank
+        self._device = device
         self._profile: Any = None
         self._is_done = False
         self._steps: list[dict[str, Any]] = []
@@ -54,14 +61,19 @@ class StepProfiler:
             self.before_forward(step)
 
     def close(self) -> None:
-        """Writes what was profiled; called again, does nothing."""
+        """Writes the profile; further calls do nothing."""
         if self._profile is None:
             return
-        profile, self._profile, self._is_done = self._profile, None, True
+        profile = self._profile
+        self._profile = None
+        self._is_done = True
         profile.stop()
-        spans, self.times.spans, self.times.waits = self.times.spans, None, None
+        spans = self.times.spans
+        self.times.spans = None
+        self.times.waits = None
         try:
             self._write(profile, spans or [])
+        # A full disk must not end a training run that only wanted a profile.
         except OSError as error:
             LOGGER.warning(f"--profile: {self._folder} cannot be written: {error.strerror}. Training goes on.")
         self.times.restart()
@@ -70,7 +82,7 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            # Otherwise kernels of one part would run, and be counted, in another.
+            # Kernels run later than their calls; without waiting, the time of one part would count in another.
             self.times.waits = lambda: torch.cuda.current_stream(self._device).synchronize()
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
@@ -82,16 +94,17 @@ class StepProfiler:
     def _write(self, profile: Any, spans: list[tuple[str, int, int]]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"rank{self._rank}.trace.json"
-        profile.export_chrome_trace(str(trace))
+        # torch writes to a name and would follow a link there, so it gets a folder that only this user can write.
+        with tempfile.TemporaryDirectory(dir=self._folder) as own:
+            profile.export_chrome_trace(f"{own}/{trace.name}")
+            os.replace(f"{own}/{trace.name}", trace)
         described = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "steps": self._steps}
         whole = self._folder / f"rank{self._rank}.steps.json"
-        part = whole.with_suffix(".part")
-        part.write_text(json.dumps({**described, "spans": spans}), encoding="utf-8")
-        part.replace(whole)
+        replace_file(whole, json.dumps({**described, "spans": spans}), is_durable=False)
 
 
 def start_profiler(rank: int, device: torch.device) -> StepProfiler | None:
-    """Returns what profiles the steps that FLEET_PROFILE names; None when it names none.
+    """Returns the profiler of the steps that FLEET_PROFILE names; None when it names none.
 
     Raises ConfigError when FLEET_PROFILE is no range.
     """
@@ -100,5 +113,5 @@ def start_profiler(rank: int, device: torch.device) -> StepProfiler | None:
     if text is None:
         return None
     first, last = read_range(text, PROFILE)
-    folder = Path(environment.str("PADDLE_LOG_DIR")) / FOLDER
+    folder = Path(environment.str("PADDLE_LOG_DIR")) / PROFILE_FOLDER
     return StepProfiler(StepTimes(), first, last, folder, rank, device)

@@ -2,12 +2,12 @@
 
 [Note: Parts of a step]
 A step ends where ``step()`` of an optimizer returns. The wrapped model and optimizer say where forwards, backward
-passes and updates begin and end. What lies between two of them belongs to the part that the next one shows: before a
-forward the loop waited for data, between forward and backward it computed the loss, before an update it clipped. So
+passes and updates begin and end. The time between two such events belongs to the part that the later one shows: before
+a forward the loop waited for data, between forward and backward it computed the loss, before an update it clipped. So
 loops with accumulation, several models or optimizers, a GradScaler or closures need no settings.
 
-With data parallel the exchange runs beside backward; ``exchange`` is what is left of it when the last gradient of this
-worker is there. torch's reducer waits in a callback at the end of a backward pass, so one callback before it and one
+With data parallel the exchange runs beside backward; ``exchange`` is the rest of it after the last gradient of this
+worker. torch's reducer waits in a callback at the end of a backward pass, so one callback before it and one
 behind it measure that.
 """
 
@@ -32,7 +32,7 @@ class StepTimes:
     Attributes:
         parts: nanoseconds since the beginning, by name.
         spans: (part, begin, end) in nanoseconds since 1970; kept while it is a list.
-        waits: called before the clock is read, to wait for a device; None: it is not waited for.
+        waits: called before the clock is read, to wait for a device; None does not wait.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
@@ -42,7 +42,7 @@ class StepTimes:
         self._taken: dict[str, dict[str, int]] = {}
         self._clock = clock
         self._since = clock()
-        self._was = "step"  # what ended last: step, forward or backward
+        self._was = "step"  # the part that ended last: step, forward or backward
         self._depth = 0  # of forwards inside forwards
         self._evaluates = self._in_backward = self._in_update = self._in_pipeline = False
 
@@ -92,6 +92,7 @@ class StepTimes:
     def forward_begins(self) -> None:
         """Called before a forward of a wrapped model."""
         self._depth += 1
+        # A wrapped model inside a wrapped model: the outer forward covers it.
         if self._depth > 1:
             return
         self._in_backward = False  # a pass that failed has no end
@@ -109,20 +110,22 @@ class StepTimes:
 
     def update_begins(self) -> None:
         """Called before a step of an optimizer."""
-        self._in_backward, self._in_update = False, True
+        self._in_backward = False
+        self._in_update = True
         self._pass("exchange" if self._in_pipeline and self._was != "step" else "other")
 
     def update_ends(self) -> None:
         """Called after it."""
         self._end("update")
-        self._was, self._in_update = "step", False
+        self._was = "step"
+        self._in_update = False
 
     def _gap(self) -> str:
         """Returns the part that the time before a forward belongs to."""
         if self._in_update:
             return "update"
         if self._in_pipeline and self._was != "step":
-            return "exchange"  # the stage waited for a neighbour
+            return "exchange"  # the stage waited for its neighbour
         return "forward" if self._was == "forward" else "data"
 
     def _backward_starts(self) -> None:
@@ -133,12 +136,14 @@ class StepTimes:
         torch.autograd.Variable._execution_engine.queue_callback(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
+        # torch's reducer has queued its own callback by now, so the next one runs after the exchange.
         self._end("backward")
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self._end("exchange")
-        self._was, self._in_backward = "backward", False
+        self._was = "backward"
+        self._in_backward = False
 
     def _end(self, part: str) -> None:
         self._pass(part)

@@ -1,4 +1,4 @@
-"""StepWatch: who measures the steps of a job; nobody, unless a profile or a tracker wants to know."""
+"""StepWatch: measures the steps of a job, once a profile or a tracker asks for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StepWatch(Listener):
-    """Passes on what the job says of its steps.
+    """Passes the events of the job to the profiler, the times and the values.
 
     Attributes:
-        times: measures the parts of steps; None while nobody wants to know.
-        values: adds up what trackers log by themselves; None without.
+        times: measures the parts of steps; None while nobody asks.
+        values: adds up the values that trackers log by themselves; None without trackers.
 
     Raises:
         ConfigError: FLEET_PROFILE is no range of steps.
@@ -36,7 +36,7 @@ class StepWatch(Listener):
         self.sleeps = self.times is None
 
     def measure(self, times: StepTimes | None = None) -> StepTimes:
-        """Measures the parts of steps from now on; returns where: in ``times``, or where they are measured already."""
+        """Measures the parts of steps from now on; returns the running measurement, or else ``times`` or a new one."""
         if self.times is None:
             self.times = times or StepTimes()
             self._job.listeners.wake(self)
@@ -62,7 +62,8 @@ class StepWatch(Listener):
             self.times.watch_model(model)
         module = data_parallel_in(model._chain)
         if self._profiler is not None and module is not None:
-            exchange_of(module).use()  # so that each bucket has its number and strategy
+            # The trace then names each bucket by its number and its strategy.
+            exchange_of(module).use()
 
     def before_forward(self, model: WrappedModel) -> None:
         """Called before each forward."""
@@ -82,6 +83,6 @@ class StepWatch(Listener):
             self._profiler.after_step(step)
 
     def close(self) -> None:
-        """Writes what was profiled."""
+        """Writes the profile."""
         if self._profiler is not None:
             self._profiler.close()

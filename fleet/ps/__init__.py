@@ -5,7 +5,7 @@ Names are resolved at first use: importing this package loads neither numpy nor 
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
     "SparseEmbedding": "worker.embedding",

@@ -1,4 +1,4 @@
-"""What a worker of a hybrid job has beside the servers: the other workers, with whom it averages dense gradients."""
+"""A worker of a hybrid job: beside the servers it has the other workers, with which it averages dense gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
+from fleet.ps.worker.dense_exchange import ProcessGroupTrainers, SingleTrainer, TrainerGroup
 from fleet.ps.worker.hybrid_trainer import HybridTrainer
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import TrainerConfig
-from fleet.ps.worker.trainer_group import ProcessGroupTrainers, SingleTrainer, TrainerGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,13 +25,10 @@ __all__ = ["make_hybrid_trainer", "meet_trainers"]
 
 
 def make_hybrid_trainer(
-    job: Job,
-    plan: TablePlan,
-    config: TrainerConfig,
-    make_client: Callable[[int], Client],
-    optimizer: Optimizer,
+    job: Job, plan: TablePlan, config: TrainerConfig, make_client: Callable[[int], Client], optimizer: Optimizer
 ) -> HybridTrainer:
     """Returns a trainer that is not open yet, after all workers of the job have met."""
+    # The workers begin with equal values of every tensor outside the tables, also of those that nothing trains.
     rows = {id(module.weight) for part in plan.sparse for module in part.modules}
     tensors: dict[int, Tensor] = {}
     for model in job.models:
@@ -50,7 +47,7 @@ def meet_trainers(job: Job) -> TrainerGroup:
     """Returns the workers of the job as a group: gloo on the host, NCCL on GPUs.
 
     Raises:
-        ConfigError: nothing says where they meet.
+        ConfigError: no rendezvous address is set.
         RendezvousError: not all have come in time.
     """
     if job.world_size == 1:

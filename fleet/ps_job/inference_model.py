@@ -1,4 +1,4 @@
-"""What ``fleet.save_inference_model`` writes: the tables, the model's state, and a program where inputs are given."""
+"""``fleet.save_inference_model``: writes the tables, the model's state, and a program where inputs are given."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_model(
     if example_inputs is not None:
         from fleet.ps.serving.export import checked_inputs, export
 
-        checked_inputs(example_inputs)
+        checked_inputs(example_inputs)  # before the servers save: a wrong argument must leave the folder as it was
     trainer.save(folder, mode)
     state = model.state_dict()
     if first:

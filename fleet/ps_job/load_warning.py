@@ -1,4 +1,4 @@
-"""LoadWarning: says that a state which a script loads changes no parameter that the servers hold."""
+"""LoadWarning: warns that a state which a script loads changes no parameter that the servers hold."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class LoadWarning:
                 "model.load_state_dict(assign=True) would replace the parameters, but the parameter servers hold them. "
                 f"{_INSTEAD}"
             )
+        # Said here once; without this the next step would report the same write again, as a mistake.
         trainer.excuse_writes()
         warnings.warn(
             "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "

@@ -6,24 +6,17 @@ from collections.abc import Sequence
 
 from fleet.env import Environment
 from fleet.ps.serving.read_line import ReadAccess
-from fleet.ps.wire.auth import check_secret
-from fleet.ps.wire.transport import SocketTransport, stays_here
+from fleet.ps.wire.transport import SocketTransport
 from fleet.ps_job.server_settings import read_worker_tls
-from fleet.ps_job.user_secret import read_user_secret
+from fleet.ps_job.user_secret import read_job_secret
 
 
 def read_access(endpoints: Sequence[str], job: str | None, wire: str) -> ReadAccess:
-    """Returns what a ``fleet.ps.Reader`` of servers needs, by FLEET_JOB_SECRET and FLEET_PS_CA.
-
-    Without a secret in the environment it is this user's, as for workers, where all servers are on this machine.
+    """Returns the access of a ``fleet.ps.Reader`` to servers, by FLEET_JOB_SECRET and FLEET_PS_CA.
 
     Raises:
         ConfigError: there is no secret, or it cannot be read.
     """
     environment = Environment()
-    text = (environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
-    if not text and all(map(stays_here, endpoints)):
-        secret = read_user_secret(environment)
-    else:
-        secret = check_secret(next((one for one in endpoints if not stays_here(one)), endpoints[0]), text)
-    return ReadAccess(secret, SocketTransport(client_tls=read_worker_tls(environment)), job, wire)
+    transport = SocketTransport(client_tls=read_worker_tls(environment))
+    return ReadAccess(read_job_secret(environment, endpoints), transport, job, wire)

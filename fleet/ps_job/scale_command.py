@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(slots=True)
 class _Job:
-    """Where every shard is served, and by whom it could be."""
+    """The shards of a job: which process serves each, and which processes could."""
 
     places: list[list[str]]
     owners: list[int] = field(default_factory=list)  # by shard: the process
@@ -47,7 +47,8 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: the job has no shards that can move, or not as many processes.
-        PSError: a process is away, or was lost meanwhile; what has moved stays, and the command can be given again.
+        PSError: a process is away, or was lost during a move; shards that have moved stay, and the command can be given
+            again.
     """
     parser = argparse.ArgumentParser(prog="python -m fleet.ps scale", description=_ABOUT)
     parser.add_argument("server", metavar="SERVER", help="host:port of a server, as the job's lists write it")
@@ -72,11 +73,10 @@ def scale(server: str, number: int, tell: Tell, say: Callable[[str], None]) -> N
     for move in moves:
         began = time.monotonic()
         waited_s = _move(job.places, move, tell, say)
-        source, target = job.places[move.source][move.shard], job.places[move.target][move.shard]
-        say(
-            f"shard {move.shard}: {source} -> {target} ({time.monotonic() - began:.2f} s, not served for "
-            f"{waited_s:.2f} s of it)"
-        )
+        source = job.places[move.source][move.shard]
+        target = job.places[move.target][move.shard]
+        took_s = time.monotonic() - began
+        say(f"shard {move.shard}: {source} -> {target} ({took_s:.2f} s, not served for {waited_s:.2f} s of it)")
         job.owners[move.shard] = move.target
     counts = [job.owners.count(process) for process in range(len(job.places))]
     serving = sum(count > 0 for count in counts)
@@ -108,6 +108,7 @@ def plan_moves(owners: Sequence[int], number: int, processes: int, away: Collect
             + (" Repeat the command when they are back." if away else "")
             + (" Start the job with more of both (--server_spare, --server_shards) for more." if number > most else "")
         )
+    # The processes with the most shards stay, and keep as many as they may: only the surplus moves.
     held = {process: [s for s, owner in enumerate(owners) if owner == process] for process in range(processes)}
     present = sorted((p for p in held if p not in away), key=lambda p: (-len(held[p]), p))
     chosen = present[:number]
@@ -152,20 +153,22 @@ def _look(server: str, tell: Tell) -> _Job:
 
 def _move(places: Sequence[Sequence[str]], move: Move, tell: Tell, say: Callable[[str], None]) -> float:
     """Moves one shard; returns for how many seconds nobody served it."""
-    source, target = places[move.source][move.shard], places[move.target][move.shard]
+    source = places[move.source][move.shard]
+    target = places[move.target][move.shard]
     _obeyed(lambda: tell(target, {"follow": source}), f"{target} to let go of what it served before", say)
-    began = said = time.monotonic()
+    began = reported = time.monotonic()
     while not (standing := tell(target, {"where": True}))["joined"]:
         if not standing["follows"]:
             raise PSError(f"{target} was started again while it followed {source}. Repeat the command.")
-        if time.monotonic() - said > _SAY_S:
-            said = time.monotonic()
-            say(f"shard {move.shard}: waits for the rows to reach {target} ({said - began:.0f} s)")
+        if time.monotonic() - reported > _SAY_S:
+            reported = time.monotonic()
+            say(f"shard {move.shard}: waits for the rows to reach {target} ({reported - began:.0f} s)")
         time.sleep(_POLL_S)
     began = time.monotonic()
     try:
         tell(source, {"switch": True})
     except PSError:
+        # The answer may be lost after the order was obeyed.
         if not tell(target, {"where": True})["leads"]:
             raise
     while not tell(target, {"where": True})["leads"]:
@@ -175,7 +178,7 @@ def _move(places: Sequence[Sequence[str]], move: Move, tell: Tell, say: Callable
 
 def _obeyed(order: Callable[[], Any], what: str, say: Callable[[str], None]) -> None:
     """Repeats an order that is refused for a moment."""
-    began = said = time.monotonic()
+    began = reported = time.monotonic()
     while True:
         try:
             order()
@@ -183,7 +186,7 @@ def _obeyed(order: Callable[[], Any], what: str, say: Callable[[str], None]) -> 
         except PSError:
             if time.monotonic() - began > _SETTLE_S:
                 raise
-        if time.monotonic() - said > _SAY_S:
-            said = time.monotonic()
-            say(f"waits for {what} ({said - began:.0f} s)")
+        if time.monotonic() - reported > _SAY_S:
+            reported = time.monotonic()
+            say(f"waits for {what} ({reported - began:.0f} s)")
         time.sleep(_POLL_S)

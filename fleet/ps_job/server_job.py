@@ -1,7 +1,7 @@
 """ServerJob: one process's part in a parameter-server job, as the session keeps it.
 
-A worker has a trainer, a server has what it will serve with. Without servers in the environment a single process
-starts one inside itself.
+A worker has a trainer, a server has the configurations that it will serve by. Without servers in the environment a
+single process starts one inside itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.checks.absent_workers import AbsentWorkers
 from fleet.env import Environment
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
+from fleet.launch.processes.report import LEFT_SERVERS_WAITING
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.client.shards import TableMap
@@ -29,12 +30,12 @@ from fleet.ps.server.server_files import load_tables
 from fleet.ps.server.server_process import Prepare, Watch, run_servers
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
-from fleet.ps.wire.auth import check_secret
 from fleet.ps.wire.row_form import Remainders
-from fleet.ps.wire.transport import SocketTransport, stays_here
+from fleet.ps.wire.transport import SocketTransport
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
+from fleet.ps.worker.table_spellings import settings_of_tables
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
 from fleet.ps_job.hybrid_job import make_hybrid_trainer
 from fleet.ps_job.load_warning import LoadWarning
@@ -52,7 +53,7 @@ from fleet.ps_job.server_settings import (
     read_worker_tls,
     thread_note,
 )
-from fleet.ps_job.user_secret import read_user_secret
+from fleet.ps_job.user_secret import read_job_secret
 from fleet.strategies._shared.served_optimizer import check_hooks
 from fleet.strategies.a_sync import ASync, publication_of
 from fleet.strategies.asp import Asp
@@ -73,7 +74,7 @@ _QUEUE_VARIABLES = {
 
 
 class ServerJob:
-    """What ``fleet.init_server``, ``init_worker`` and their like work on.
+    """The state behind ``fleet.init_server``, ``init_worker``, ``run_server``, ``stop_worker`` and the like.
 
     Args:
         job: a job with servers, or a single process that may start one in itself.
@@ -86,11 +87,11 @@ class ServerJob:
         job.meet_at_server = self.meet_at_server
         job.is_between_served_steps = self._is_between_steps
         self._environment = Environment()
-        self._parts: list[tuple[ServerConfig, Prepare | None]] = []  # what this process serves
+        self._parts: list[tuple[ServerConfig, Prepare | None]] = []  # by server of this process
         self._server_tls: ssl.SSLContext | None = None
         self._watch: Watch = lambda machine, is_new: lambda: None
         self._embedded: Server | None = None
-        self._metrics: list[Callable[[], None]] = []  # what ends them
+        self._metrics: list[Callable[[], None]] = []  # functions that end them
         self._publication: Publication | None = None
         self.trainer: Trainer | None = None
         self._has_served = False
@@ -108,9 +109,12 @@ class ServerJob:
         if self.trainer is not None:
             raise ConfigError("fleet.init_worker() was called twice. Call fleet.init() first to train once more.")
         job = self._job
-        if not job.record.server_endpoints:
-            self._become_served()
-        strategy, plan, metrics = self._strategy(), self.plan(), self._read_metrics()
+        if not job.record.server_endpoints and job.collective:
+            self._turn_served()
+        strategy = self._strategy()
+        plan = self.plan()
+        metrics = self._read_metrics()
+        # Every mistake of the user is found before a server is started or connected.
         self._read_publication(strategy)
         endpoints = list(job.record.server_endpoints) or [self._start_embedded(strategy)]
         served = strategy.served
@@ -140,13 +144,14 @@ class ServerJob:
         job.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
 
     def stop_worker(self) -> None:
-        """Sends what waits and leaves the job; servers end when every worker has left."""
+        """Sends the waiting gradients and leaves the job; servers end when every worker has left."""
         trainer = self.running()
         try:
             trainer.check_written()
         except ConfigError as error:  # the job has ended well otherwise
             trainer.excuse_writes()
             warnings.warn(f"fleet.stop_worker(): {error}", OptionWarning, stacklevel=3)
+        # The model gets the final values while the servers are still there to give them.
         try:
             trainer.flush()
             trainer.refresh()
@@ -190,15 +195,16 @@ class ServerJob:
 
     def plan(self) -> TablePlan:
         """Returns the tables of the wrapped model and optimizer."""
-        job, strategy = self._job, self._strategy()
-        if strategy.served is None or not job.models:
+        job = self._job
+        strategy = self._strategy()
+        if strategy.served is None or not (job.models or _trains_alone(strategy)):
             missing = "distributed_optimizer" if strategy.served is None else "distributed_model"
             raise NotInitializedError(
                 f"the tables are made for a model and its optimizer, and fleet.{missing}() was not called. Call both "
                 "before fleet.init_worker() and fleet.init_server()."
             )
         options = job.options
-        tables = dict(options["sparse_table_configs"])
+        tables = settings_of_tables(options["sparse_table_configs"], options["fleet_desc_configs"])
         plan = plan_tables(
             [model.module for model in job.models],
             strategy.served.optimizer,
@@ -215,10 +221,10 @@ class ServerJob:
     # -- server --------------------------------------------------------------------------------------------------
 
     def init_server(self, dirname: str | None, var_names: Sequence[str] | None) -> None:
-        """Says what the server starts with: empty tables, or those of a save.
+        """Sets the tables that the server starts with: empty ones, or the tables of a save.
 
         Raises:
-            ConfigError: ``dirname`` is no folder, or a name is not that of a sparse table.
+            ConfigError: ``dirname`` is no folder, or no sparse table has one of the names.
         """
         record = self._job.record
         keeping = read_keeping(self._environment, record.global_rank)
@@ -232,7 +238,8 @@ class ServerJob:
                 "dirname."
             )
         metrics = self._read_metrics()
-        index, configs = record.global_rank, self._shards(shared, record.global_rank)
+        index = record.global_rank
+        configs = self._shards(shared, index)
         self._watch = lambda machine, is_new: metrics.serve_server(
             machine, index, configs[0].endpoint, waits=not is_new
         )
@@ -262,7 +269,7 @@ class ServerJob:
         ]
 
     def _pair(self, index: int) -> dict[str, Any]:
-        """Returns the settings of a server that has a standby, or is one, and of one without: where it listens."""
+        """Returns the settings by which a server and its standby differ; without a standby the endpoint alone."""
         servers = self._job.record.server_endpoints
         standbys = read_standbys(self._environment, servers)
         if not standbys:
@@ -287,14 +294,24 @@ class ServerJob:
         parts = [(replace(config, publish=publish), prepare) for config, prepare in self._parts]
         run_servers(parts, transport=transport, notify=say, watch=self._watch)
 
-    def check_served(self) -> None:
+    def check_ended(self) -> None:
         """Ends this process with code 1 when it is a server that trains a model and never served, at its exit.
 
-        Its workers would wait for it; so the launcher ends the job at once. After an exception there is no more to say.
+        Its workers would wait for it; so the launcher ends the job at once. A worker that has not left the servers says
+        so in its log, where the launcher reads it. After an exception nothing is printed: its traceback is there.
         """
+        if getattr(sys, "last_value", None) is not None:
+            return
+        if self.connected is not None and self._job.record.server_endpoints:
+            print(
+                f"Worker {self._job.global_rank} {LEFT_SERVERS_WAITING}: what it has not sent is lost, and the servers "
+                "take it for one that will come back. Call it on every worker, also where a worker ends early.",
+                file=sys.stderr,
+                flush=True,
+            )
         begun = self._job.optimizers or self._parts
         is_server = (self._environment.raw("TRAINING_ROLE") or "").strip().upper() == "PSERVER"
-        if self._has_served or not begun or not is_server or getattr(sys, "last_value", None) is not None:
+        if self._has_served or not begun or not is_server:
             return
         print(
             f"Parameter server {self._job.global_rank} ended without serving: the script did not call "
@@ -303,7 +320,7 @@ class ServerJob:
             file=sys.stderr,
         )
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            stream.flush()  # os._exit() writes nothing out; sys.exit() has no effect on the code at exit
         os._exit(1)
 
     def _loader(self, config: ServerConfig, dirname: str, var_names: Sequence[str] | None) -> Prepare:
@@ -311,7 +328,7 @@ class ServerJob:
         if not Path(dirname).is_dir():
             raise ConfigError(f"fleet.init_server({dirname!r}): there is no such folder.")
         plan = self.plan()
-        ids = sorted(plan.configs) if var_names is None else plan.ids_of(_names(var_names))
+        ids = None if var_names is None else plan.ids_of(_names(var_names))
         count = len(job.record.server_endpoints)
 
         def prepare(machine: ServerState) -> None:
@@ -332,25 +349,22 @@ class ServerJob:
             )
         return found
 
-    def _become_served(self) -> None:
-        """Turns a single process that trains alone into a worker of the server it starts."""
-        job = self._job
-        if job.collective:
-            self._turn_served()
-
     def _start_embedded(self, strategy: ASync) -> str:
         read_standbys(self._environment, ())  # refuses them here
         config = self._server_config(strategy, read_keeping(self._environment, 0))
-        secret, lease_s = secrets.token_hex(32).encode(), max(3600.0, config.lease_s)
+        # The only worker is in the same process: it cannot be lost alone, however long it pauses.
         config = replace(
-            config, secret=secret, lease_s=lease_s, max_connections=config.max_connections or _OWN_CONNECTIONS
+            config,
+            secret=secrets.token_hex(32).encode(),
+            lease_s=max(3600.0, config.lease_s),
+            max_connections=config.max_connections or _OWN_CONNECTIONS,
         )
         self._embedded = Server(config, notify=self._job.say)
         self._embedded.start()
         return self._embedded.endpoint
 
     def _server_config(self, strategy: ASync, keeping: Keeping) -> ServerConfig:
-        """Returns what every server of the job has in common."""
+        """Returns the configuration that all servers of the job share."""
         name = "FLEET_PS_MAX_CONNECTIONS"
         return ServerConfig(
             mode="sync" if strategy.mode == "sync" else "async",
@@ -358,6 +372,7 @@ class ServerJob:
             job=self._environment.str("PADDLE_JOB_ID"),
             folder=keeping.folder,
             level=keeping.level,
+            skips_damage=self._environment.bool("FLEET_PS_SKIP_DAMAGE"),
             lease_s=read_seconds(self._environment, "FLEET_PS_LEASE"),
             max_connections=read_count(self._environment, name) if self._environment.has(name) else None,
             publish=self._read_publication(strategy),
@@ -370,7 +385,8 @@ class ServerJob:
             ConfigError: both say where, or a table does not exist.
         """
         if self._publication is None:
-            asked, option = take_asked(), publication_of(strategy.config)
+            asked = take_asked()
+            option = publication_of(strategy.config)
             if asked is not None and option is not None:
                 raise ConfigError(
                     "fleet.ps.publish() was called and a_sync_configs['publish'] is set; a job publishes to one sink. "
@@ -388,7 +404,8 @@ class ServerJob:
         return found
 
     def _stop_embedded(self) -> None:
-        server, self._embedded = self._embedded, None
+        server = self._embedded
+        self._embedded = None
         if server is not None:
             server.stop()
 
@@ -406,21 +423,15 @@ class ServerJob:
             self._metrics.pop()()
 
     def _secret(self) -> bytes:
-        """Returns the job's secret; without one in the environment, this user's where nobody else's machine is asked.
-
-        Raises:
-            ConfigError: there is none, and other machines take part or the user's cannot be kept.
-        """
+        """Returns the secret of the server inside this process, else the job's, see :func:`read_job_secret`."""
         if self._embedded is not None and self._embedded.config.secret is not None:
             return self._embedded.config.secret
-        text = (self._environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
-        endpoints = self._job.record.server_endpoints
-        if not text and all(map(stays_here, endpoints)):
-            return read_user_secret(self._environment)
-        return check_secret(next((one for one in endpoints if not stays_here(one)), ""), text)
+        return read_job_secret(self._environment, self._job.record.server_endpoints)
 
     def _client_maker(self, endpoints: Sequence[str], strategy: ASync) -> Callable[[int], Client]:
-        record, environment, job = self._job.record, self._environment, self._job
+        job = self._job
+        record = job.record
+        environment = self._environment
         places = read_places(environment, record.server_endpoints)
         base = ClientConfig(
             endpoints=endpoints,
@@ -436,12 +447,12 @@ class ServerJob:
         )
         absent = AbsentWorkers(job, is_sync=strategy.mode == "sync")
         remainders = Remainders()  # of all connections: a table may change from one to another
-        # What is inside this process needs no TLS.
+        # A server inside this process needs no TLS.
         transport = SocketTransport(client_tls=read_worker_tls(environment) if self._embedded is None else None)
         client_id = secrets.randbits(64) | 1  # one process, whatever the number of its connections
 
         def make(channel: int) -> Client:
-            # The channels of what is given once carry the rows that tables start from, which are not rounded.
+            # The channels from ONCE up carry the rows that tables start from, which are not rounded.
             form = strategy.config.wire if channel < ONCE else "float32"
             config = replace(base, channel=channel, heartbeat=channel == 0, wire=form)
             return Client(
@@ -456,7 +467,8 @@ class ServerJob:
         return make
 
     def _make_trainer(self, strategy: ASync, plan: TablePlan, endpoints: Sequence[str]) -> Trainer:
-        served, config = strategy.served, self._trainer_config(strategy)
+        served = strategy.served
+        config = self._trainer_config(strategy)
         make_client = self._client_maker(endpoints, strategy)
         assert served is not None
         if strategy.hybrid:
@@ -464,7 +476,8 @@ class ServerJob:
         return Trainer(plan, config, make_client, served.train_here)
 
     def _trainer_config(self, strategy: ASync) -> TrainerConfig:
-        config, environment = strategy.config, self._environment
+        config = strategy.config
+        environment = self._environment
         return TrainerConfig(
             mode=strategy.mode,
             k_steps=config.k_steps,
@@ -479,6 +492,7 @@ class ServerJob:
 
 def _user_call() -> str:
     """Returns the call of Fleet that the script is in, with the script's line."""
+    # The outermost frame inside the package is the function that the script called.
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -500,3 +514,12 @@ def _names(var_names: Sequence[str]) -> list[str]:
     if not isinstance(var_names, list | tuple) or not all(isinstance(name, str) for name in var_names):
         raise ConfigError(f"fleet.init_server(var_names={var_names!r}) takes a list of names of sparse tables.")
     return list(var_names)
+
+
+def _trains_alone(strategy: ASync) -> bool:
+    """Returns whether the servers can train the optimizer's parameters without its model, as in Fleet 1.x.
+
+    Rows are found in the model, and in a hybrid job the model exchanges the gradients.
+    """
+    assert strategy.served is not None
+    return not strategy.hybrid and all(p.numel() for group in strategy.served.param_groups for p in group["params"])

@@ -1,4 +1,4 @@
-"""tell_server: what commands outside a job say to one of its parameter servers."""
+"""tell_server: sends an order of a command outside the job to one of its parameter servers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from fleet.env import Environment
 from fleet.errors import PSError
 from fleet.ps.standby.carried import Carried
 from fleet.ps.table.kernels.numba_cache import load_kernels
-from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
+from fleet.ps.wire.auth import AuthenticationError, prove_to_server
 from fleet.ps.wire.messages import Header, Op, control_body, decode_control, decode_header, encode_header
-from fleet.ps.wire.transport import SocketTransport, stays_here
+from fleet.ps.wire.transport import SocketTransport
 from fleet.ps_job.server_settings import read_worker_tls
-from fleet.ps_job.user_secret import read_user_secret
+from fleet.ps_job.user_secret import read_job_secret
 
 _LIMIT_S = 60.0
 
 
 def tell_server(server: str, fields: Mapping[str, Any], environment: Environment) -> dict[str, Any]:
-    """Sends one FOLLOW message to ``server`` and returns what it answers.
+    """Sends one FOLLOW message to ``server`` and returns its answer.
 
     Raises:
         PSError: it is away, proves no knowledge of the secret, or refuses.
     """
-    text = (environment.raw("FLEET_JOB_SECRET") or "").strip().encode()
-    secret = read_user_secret(environment) if not text and stays_here(server) else check_secret(server, text)
+    secret = read_job_secret(environment, [server])
     body = control_body(dict(fields))
-    load_kernels("seal")  # seconds in a new process: a server that waited for them meanwhile would hang up
+    # Before the connection: loading takes seconds in a new process, and a server that waited for them would hang up.
+    load_kernels("seal")
     connection = SocketTransport(client_tls=read_worker_tls(environment)).connect(server, 5.0)
     try:
         line = prove_to_server(connection, server, secret, 5.0)

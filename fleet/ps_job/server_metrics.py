@@ -1,8 +1,10 @@
 """FLEET_PS_METRICS_PORT: metrics of servers and workers, as Prometheus reads them; needs the extra ``metrics``.
 
 Server i takes port + i, worker r takes port + number of servers + r, so that a job on one machine needs no list. A
-server and its standby have one port: the one that serves answers there. Names begin with ``fleet_ps_``. Counters only
-grow: ``rate(fleet_ps_pushed_rows_total[1m])`` are the rows per second.
+server and its standby share a port, and the serving process answers there. Names begin with ``fleet_ps_``. Counters
+only grow: ``rate(fleet_ps_pushed_rows_total[1m])`` are the rows per second.
+
+The measures of servers also go to the page of the job, as a file a second (see ``fleet/trackers/page_trackers.py``).
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from email.parser import Parser
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
+from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
 from fleet.ps.server.measures import Measure, server_measures, worker_measures
-from fleet.ps_job.server_page import write_server_page
+from fleet.trackers.page_trackers import write_record
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -31,9 +36,14 @@ if TYPE_CHECKING:
 
 _HIGHEST = 65535
 # Anybody who reaches the port may ask: who says nothing makes room, and nobody stays for long.
-_MOST_CALLERS, _SCRAPE_S, _LONGEST_REQUEST = 32, 10.0, 16384
+_MOST_CALLERS = 32
+_SCRAPE_S = 10.0
+_LONGEST_REQUEST = 16384
 # A server that hands over gives its port back within two seconds.
-_RETRY_S, _WARN_AFTER_S = 0.2, 5.0
+_RETRY_S = 0.2
+_WARN_AFTER_S = 5.0
+_PAGE_PERIOD_S = 1.0
+_page_numbers = count()  # a process may serve several shards
 Stop = Callable[[], None]
 
 
@@ -54,15 +64,18 @@ class Metrics:
         self, environment: Environment, num_servers: int, num_workers: int, say: Callable[[str], None]
     ) -> None:
         self._first: int | None = None
-        self._num_servers, self._say, self._environment = num_servers, say, environment
+        self._num_servers = num_servers
+        self._say = say
+        self._environment = environment
         if not environment.has("FLEET_PS_METRICS_PORT"):
             return
-        first, count = environment.int("FLEET_PS_METRICS_PORT"), num_servers + num_workers
-        if not 1 <= first <= _HIGHEST + 1 - count:
+        first = environment.int("FLEET_PS_METRICS_PORT")
+        ports = num_servers + num_workers
+        if not 1 <= first <= _HIGHEST + 1 - ports:
             raise ConfigError(
                 f"FLEET_PS_METRICS_PORT is {environment.raw('FLEET_PS_METRICS_PORT')!r} in the environment; it is the "
-                f"first of {count} ports, one for each server and worker, from 1 to {_HIGHEST}. Set it to at most "
-                f"{_HIGHEST + 1 - count}, or omit it."
+                f"first of {ports} ports, one for each server and worker, from 1 to {_HIGHEST}. Set it to at most "
+                f"{_HIGHEST + 1 - ports}, or omit it."
             )
         check_installed()
         self._first = first
@@ -71,11 +84,11 @@ class Metrics:
         """Serves the metrics of server ``index`` beside its ``endpoint``, and shows them on the page of the job.
 
         Args:
-            waits: a port that cannot be had now is no error; metrics are served as soon as it can. The rows of a server
-                that takes over are worth more, and the one before it may still have the port.
+            waits: a port in use is no error; metrics are served as soon as it is free. The rows of a server that takes
+                over are worth more, and the server before it may still have the port.
 
         Returns:
-            What ends both.
+            A function that ends both.
         """
         host = endpoint.rpartition(":")[0].strip("[]")
         stop = self._serve(lambda: server_measures(machine), {"server": str(index)}, host, index, waits=waits)
@@ -88,7 +101,7 @@ class Metrics:
         return end
 
     def serve_worker(self, trainer: Trainer, rank: int, endpoints: Sequence[str]) -> Stop:
-        """Serves the metrics of worker ``rank`` on the address it has towards the servers; returns what ends it."""
+        """Serves the metrics of worker ``rank`` on its address towards the servers; returns a function that ends it."""
         if self._first is None:
             return lambda: None
         host = address_towards(endpoints[0])
@@ -138,10 +151,8 @@ def check_installed() -> None:
         ) from None
 
 
-def serve_measures(
-    read: Callable[[], list[Measure]], labels: Mapping[str, str], host: str, port: int
-) -> Callable[[], None]:
-    """Serves ``read()`` at ``/metrics`` on ``host:port`` from now on; returns what ends it.
+def serve_measures(read: Callable[[], list[Measure]], labels: Mapping[str, str], host: str, port: int) -> Stop:
+    """Serves ``read()`` at ``/metrics`` on ``host:port`` from now on; returns a function that ends it.
 
     Raises:
         UnsupportedOptionError: the extra is absent.
@@ -158,12 +169,14 @@ def serve_measures(
 
 
 def _serve_when_free(open_port: Callable[[], Stop], address: str, say: Callable[[], None]) -> Stop:
-    """Opens the port now, or from a thread as soon as ``open_port`` raises no OSError; returns what ends either.
+    """Opens the port now, or from a thread as soon as ``open_port`` raises no OSError; returns a function that ends it.
 
-    ``say`` is called once it is open. A warning says once what is waited for, unless it comes soon.
+    ``say`` is called once the port is open. A port that stays in use is named in a warning, once.
     """
-    ended, stops = threading.Event(), list[Stop]()
-    began, warned = time.monotonic(), False
+    ended = threading.Event()
+    stops = list[Stop]()
+    began = time.monotonic()
+    warned = False
 
     def is_open(waited_s: float) -> bool:
         nonlocal warned
@@ -173,9 +186,8 @@ def _serve_when_free(open_port: Callable[[], Stop], address: str, say: Callable[
             if waited_s > _WARN_AFTER_S and not warned:
                 warned = True
                 LOGGER.warning(
-                    f"metrics cannot be served on {address}: {error}. This server took over, or was started "
-                    "again: it serves its rows meanwhile, and metrics as soon as the port is free. End the process "
-                    "that has it."
+                    f"metrics cannot be served on {address}: {error}. This server took over, or was started again: it "
+                    "serves its rows meanwhile, and metrics as soon as the port is free. End the process that has it."
                 )
             return False
         say()
@@ -187,7 +199,7 @@ def _serve_when_free(open_port: Callable[[], Stop], address: str, say: Callable[
 
     if is_open(0.0):
         return stops[0]
-    thread = threading.Thread(target=wait, name="fleet-metrics port", daemon=True)
+    thread = OwnThread(wait, name="fleet-metrics port")
     thread.start()
 
     def end() -> None:
@@ -203,6 +215,7 @@ def _open(read: Callable[[], list[Measure]], labels: Mapping[str, str], host: st
     """Serves ``read()`` from now on; raises OSError where the port cannot be had."""
     from prometheus_client import CollectorRegistry
 
+    # Not the global registry, in which the script may have metrics, and this process other servers.
     registry = CollectorRegistry()
     registry.register(_Collector(read, labels))
     return Answerer(
@@ -216,7 +229,7 @@ def _open(read: Callable[[], list[Measure]], labels: Mapping[str, str], host: st
 
 
 def _answer(request: bytes, registry: CollectorRegistry) -> bytes | None:
-    """Returns what HTTP answers to ``request``, None while its head is not whole."""
+    """Returns the answer of HTTP to ``request``, None while its head is not whole."""
     from prometheus_client.exposition import choose_encoder
 
     head, end, _ = request.partition(b"\r\n\r\n")
@@ -239,10 +252,11 @@ def _http(status: str, kind: str, body: bytes) -> bytes:
 
 
 class _Collector:
-    """What prometheus_client asks at each request."""
+    """The collector of measures that prometheus_client asks at each request."""
 
     def __init__(self, read: Callable[[], list[Measure]], labels: Mapping[str, str]) -> None:
-        self._read, self._labels = read, dict(labels)
+        self._read = read
+        self._labels = dict(labels)
 
     def describe(self) -> list[Any]:
         """Returns nothing: the measures are read only when somebody asks for them."""
@@ -252,7 +266,8 @@ class _Collector:
         """Yields a metric of each measure."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        names, values = list(self._labels), list(self._labels.values())
+        names = list(self._labels)
+        values = list(self._labels.values())
         for measure in self._read():
             family = CounterMetricFamily if measure.grows else GaugeMetricFamily
             metric = family(f"fleet_ps_{measure.name}", measure.meaning, labels=[*names, *_several(measure.label)])
@@ -268,3 +283,74 @@ def _several(label: str | tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(label, tuple):
         return label
     return (label,) if label else ()
+
+
+# -- the page of the job -----------------------------------------------------------------------------------------------
+
+
+def write_server_page(state: ServerState, index: int, environment: Environment) -> Callable[[], None]:
+    """Writes the measures of server ``index`` once a second where the job has a page.
+
+    Returns:
+        A function that ends that and removes the file: another process may serve these rows next.
+    """
+    folder = environment.raw("FLEET_PAGE_FOLDER")
+    if folder is None:
+        return lambda: None
+    path = Path(folder) / f"server.{index}.{next(_page_numbers)}.json"
+    ended = threading.Event()
+
+    def write() -> None:
+        rates = _Rates(state)
+        while True:
+            with suppress(OSError):  # a full disk ends no server
+                record = _page_record(state)
+                record["totals"].update(rates.since_last())
+                write_record(path, record)
+            if ended.wait(_PAGE_PERIOD_S):
+                return
+
+    thread = OwnThread(write, name="fleet-page")
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink()
+
+    return end
+
+
+class _Rates:
+    """Rows per second since the last look."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._at = time.monotonic()
+        self._before = dict(state.counts)
+
+    def since_last(self) -> dict[str, float]:
+        at = time.monotonic()
+        counts = dict(self._state.counts)
+        seconds = max(at - self._at, 1e-3)
+        names = {"pulled_rows_per_s": "pulled", "pushed_rows_per_s": "rows"}
+        rates = {name: (counts[key] - self._before[key]) / seconds for name, key in names.items()}
+        self._at = at
+        self._before = counts
+        return rates
+
+
+def _page_record(state: ServerState) -> dict[str, dict[str, Any]]:
+    """Returns the measures that the page shows: values by table, and values of the whole server."""
+    tables: dict[str, dict[str, float]] = {}
+    totals: dict[str, float] = {}
+    for measure in server_measures(state):
+        if measure.label == "table":
+            for table, value in measure.samples.items():
+                tables.setdefault(str(table), {})[measure.name] = value
+        elif not measure.label:
+            totals[measure.name] = measure.value
+        elif measure.name.startswith("stream_"):
+            totals[measure.name] = max(measure.samples.values(), default=0.0)
+    return {"tables": tables, "totals": totals}

@@ -1,4 +1,4 @@
-"""Reads the environment variables ``FLEET_PS_*`` of a parameter-server job, and refuses what they cannot be."""
+"""Reads the environment variables ``FLEET_PS_*`` of a parameter-server job, and refuses impossible values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fleet._addresses import join_endpoint, split_endpoint
+from fleet.common.addresses import join_endpoint, split_endpoint
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
 
@@ -20,7 +20,7 @@ LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What a server keeps for its restart: the folder (``None``: nothing), and the level of its journal."""
+    """The state that a server keeps for its restart: its folder (``None``: no state), and the level of its journal."""
 
     folder: Path | None
     level: int
@@ -28,7 +28,7 @@ class Keeping:
 
 
 def read_keeping(environment: Environment, index: int) -> Keeping:
-    """Returns where server ``index`` keeps what, by FLEET_PS_FOLDER and FLEET_PS_LEVEL.
+    """Returns folder and level of server ``index``, by FLEET_PS_FOLDER and FLEET_PS_LEVEL.
 
     Raises:
         ConfigError: the level is not 0 to 3, is not 0 without a folder, or is 3 without standbys or not 3 with them.
@@ -71,7 +71,7 @@ def read_keeping(environment: Environment, index: int) -> Keeping:
         return Keeping(folder=None, level=0, note=unused)
     assert folder is not None
     place = "standby" if environment.bool("FLEET_PS_STANDBY") else "server"
-    return Keeping(folder=Path(folder) / f"{place}-{index}", level=1 if level == 3 else level)
+    return Keeping(folder=Path(folder) / f"{place}-{index}", level=1 if level == 3 else level)  # 3 is 1 with a standby
 
 
 def read_standbys(environment: Environment, servers: Sequence[str]) -> list[str]:
@@ -105,6 +105,7 @@ def read_places(environment: Environment, servers: Sequence[str]) -> tuple[tuple
                 f"{other} is {environment.raw(other)!r} in the environment, and {name} is set: shards that can move "
                 "have neither standbys nor a port for metrics. Unset one of the two."
             )
+    # One group a process, in the order of the servers; within it one endpoint a shard.
     groups = environment.str(name).split(";")
     places = tuple(
         tuple(join_endpoint(*split_endpoint(each, name)) for each in group.split(",") if each.strip())
@@ -127,12 +128,13 @@ def other_places(places: Sequence[Sequence[str]], shard: int, first: str) -> lis
 
 
 def read_server_tls(environment: Environment) -> ssl.SSLContext | None:
-    """Returns how a server encrypts what it sends, by FLEET_PS_CERT and FLEET_PS_KEY; ``None``: not at all.
+    """Returns the TLS context of a server, by FLEET_PS_CERT and FLEET_PS_KEY; ``None``: without TLS.
 
     Raises:
         ConfigError: a file cannot be used, or another of the three variables is set without FLEET_PS_CERT.
     """
-    certificate, key = environment.raw("FLEET_PS_CERT"), environment.raw("FLEET_PS_KEY")
+    certificate = environment.raw("FLEET_PS_CERT")
+    key = environment.raw("FLEET_PS_KEY")
     if certificate is None:
         for name in ("FLEET_PS_KEY", "FLEET_PS_CA"):
             if environment.raw(name) is not None:
@@ -166,7 +168,7 @@ def _check_rights(name: str, path: str) -> None:
 
 
 def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:
-    """Returns how a worker checks the servers it connects to, by FLEET_PS_CA; ``None``: without TLS.
+    """Returns the TLS context by which a worker checks its servers, by FLEET_PS_CA; ``None``: without TLS.
 
     Raises:
         ConfigError: the file cannot be used, or FLEET_PS_CERT is set alone.
@@ -191,15 +193,17 @@ def read_worker_tls(environment: Environment) -> ssl.SSLContext | None:
 
 
 def read_bound_socket(environment: Environment) -> socket.socket | None:
-    """Returns the socket, bound to its port, that the launcher has kept for this server; ``None``: there is none.
+    """Returns the socket, bound to its port, that the launcher has kept for this server.
 
-    FLEET_PS_SOCKET names it. A server that ran before this one may have left it listening.
+    FLEET_PS_SOCKET names it; without the variable the result is ``None``. A server that ran before this one may have
+    left it listening.
 
     Raises:
         ConfigError: there should be one, and this process does not have it.
     """
     if not environment.has("FLEET_PS_SOCKET"):
         return None
+    # The number may name any descriptor of the script by now: only a bound socket of TCP without a peer is taken over.
     number = environment.int("FLEET_PS_SOCKET")
     try:
         if stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -219,7 +223,7 @@ def read_bound_socket(environment: Environment) -> socket.socket | None:
 
 
 def _is_bound(sock: socket.socket) -> bool:
-    """Returns whether ``sock`` has a port of this machine and no peer, as one that is about to listen."""
+    """Returns whether ``sock`` has a port of this machine and no peer, like a socket before ``listen()``."""
     if sock.type != socket.SOCK_STREAM or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     try:
@@ -233,10 +237,7 @@ def read_seconds(environment: Environment, name: str) -> float:
     """Returns the variable ``name`` as seconds; raises ConfigError unless it is a number above 0."""
     value = environment.float(name)
     if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(
-            f"{name} is {environment.raw(name)!r} in the environment; it takes a number above 0: "
-            f"{VARIABLES[name].meaning}. Correct it, or unset it."
-        )
+        raise _wrong_value(environment, name, "a number above 0")
     return value
 
 
@@ -244,11 +245,13 @@ def read_count(environment: Environment, name: str) -> int:
     """Returns the variable ``name``, or its default; raises ConfigError unless it is an integer of 1 or more."""
     value = environment.int(name)
     if value < 1:
-        raise ConfigError(
-            f"{name} is {environment.raw(name)!r} in the environment; it takes an integer of 1 or more: "
-            f"{VARIABLES[name].meaning}. Correct it, or unset it."
-        )
+        raise _wrong_value(environment, name, "an integer of 1 or more")
     return value
+
+
+def _wrong_value(environment: Environment, name: str, rule: str) -> ConfigError:
+    given = f"{name} is {environment.raw(name)!r} in the environment; it takes {rule}"
+    return ConfigError(f"{given}: {VARIABLES[name].meaning}. Correct it, or unset it.")
 
 
 def thread_note(environment: Environment, server: str, num_workers: int) -> str:

@@ -27,11 +27,6 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     began = time.monotonic()
-    leads = _switch(server, Environment())
+    leads = tell_server(server, {"switch": True}, Environment())["leads"]
     print(f"{leads} serves now, and {server} is its standby ({time.monotonic() - began:.2f} s)")
     return 0
-
-
-def _switch(server: str, environment: Environment) -> str:
-    """Returns the endpoint that serves now."""
-    return str(tell_server(server, {"switch": True}, environment)["leads"])

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import time
 from collections.abc import Mapping
 
 from fleet.trackers.line_file import LineFile
 from fleet.trackers.tracker import RunInfo, Tracker
 
+_STEP = re.compile(r"[0-9]{1,18}")
 _HEAD = "step,time,name,value"
 
 
 class CsvTracker(Tracker):
-    """Writes ``<folder>/<run>.csv``; a row for each value, so that names may appear later and at other steps."""
+    """Writes ``<folder>/<run>.csv``; each value has a row, since new names may appear at any step."""
 
     def start(self, run: RunInfo) -> None:
-        """Opens the file; rows of steps that are trained once more are dropped."""
+        """Opens the file; drops rows of steps that are trained again."""
         first = run.first_step
 
         def keep(line: str) -> bool:
             step = line.partition(",")[0]
-            return line == _HEAD or (step.isdigit() and (first is None or int(step) < first))
+            return line == _HEAD or (_STEP.fullmatch(step) is not None and (first is None or int(step) < first))
 
         self._file = LineFile(run.folder / f"{run.name}.csv", keep)
         if self._file.is_new:

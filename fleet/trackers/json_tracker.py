@@ -15,13 +15,13 @@ class JsonTracker(Tracker):
     """Writes ``<folder>/<run>.jsonl``; JSON has no NaN and no infinities, so these are written as null."""
 
     def start(self, run: RunInfo) -> None:
-        """Opens the file; lines of steps that are trained once more are dropped."""
+        """Opens the file; drops lines of steps that are trained again."""
         first = run.first_step
 
         def keep(line: str) -> bool:
             try:
                 return first is None or bool(json.loads(line)["step"] < first)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return False
 
         self._file = LineFile(run.folder / f"{run.name}.jsonl", keep)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fleet._exit_status import EXIT
-from fleet._log import LOGGER
+from fleet.common.exit_status import EXIT
+from fleet.common.log import LOGGER
+from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.trackers.tracker import Tracker
@@ -42,19 +43,20 @@ _MOST_BYTES = 1 << 16
 
 
 class KubeflowTracker(Tracker):
-    """Keeps the newest values, and sends them from a thread of its own, at most once in five seconds.
+    """Keeps the newest values and sends them from a separate thread, at most once in five seconds.
 
     Args:
-        total_steps: of the whole run; 0 where it is not known, and then no progress is reported.
-        steps: returns how many of them are made; where that is 0, the step of the values counts.
+        total_steps: the steps of the whole run; with 0, for unknown, no progress is reported.
+        steps: returns the number of finished steps; where it is 0, the step of the values counts.
         environment: names the endpoint.
 
     Raises:
-        ConfigError: the address cannot be used, or the files to reach it with are not named.
+        ConfigError: the address cannot be used, or the file with the token is not named.
     """
 
     def __init__(self, total_steps: int, steps: Callable[[], int], environment: Environment) -> None:
-        self._total_steps, self._steps = total_steps, steps
+        self._total_steps = total_steps
+        self._steps = steps
         self._host, self._port, self._path = _split(environment.str(_URL))
         if not environment.has(_TOKEN):
             raise ConfigError(
@@ -70,13 +72,14 @@ class KubeflowTracker(Tracker):
         self._wake = threading.Condition()
         self._is_new = self._is_over = False
         self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Notes the values; they replace those of the same names."""
         with self._wake:
             for name, value in values.items():
-                self._values.pop(name, None)  # the newest stand last
+                # The newest values stand last: of more than 256, or of a body too long, the oldest are left out.
+                self._values.pop(name, None)
                 self._values[name] = value
             self._logged_step = max(step, self._logged_step)
             if self._first is None:
@@ -84,8 +87,9 @@ class KubeflowTracker(Tracker):
             self._is_new = True
             self._wake.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._send_on, name="fleet-kubeflow", daemon=True)
+            self._thread = OwnThread(self._send_on, name="fleet-kubeflow")
             self._thread.start()
+        self._thread.check()
 
     def close(self) -> None:
         """Sends the last status: 100 % only where every step was made and no error ends the process."""
@@ -102,16 +106,18 @@ class KubeflowTracker(Tracker):
         wait_s = 0.0
         while True:
             with self._wake:
+                # First the pause since the last request, which only the end of the run cuts short; then new values.
                 self._wake.wait_for(lambda: self._is_over, wait_s)
                 self._wake.wait_for(lambda: self._is_over or self._is_new)
-                is_over, self._is_new = self._is_over, False
+                is_over = self._is_over
+                self._is_new = False
                 body = self._body(is_over)
             wait_s = _PERIOD_S if self._send(body) else _AFTER_FAILURE_S
             if is_over:
                 return
 
     def _body(self, is_over: bool) -> bytes:
-        """Returns the status as the endpoint takes it."""
+        """Returns the body of a request with the current status."""
         step = self._steps() or self._logged_step
         status: dict[str, Any] = {"lastUpdatedTime": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
         if self._total_steps:
@@ -129,7 +135,7 @@ class KubeflowTracker(Tracker):
             metrics = metrics[len(metrics) // 4 + 1 :]
 
     def _remaining_s(self, step: int) -> float | None:
-        """Returns the seconds that the other steps will take at the rate of those so far; None before there is one."""
+        """Returns the seconds that the remaining steps will take at the rate so far; None before there is a rate."""
         assert self._first is not None
         began_at, first = self._first
         if step <= first:
@@ -137,7 +143,7 @@ class KubeflowTracker(Tracker):
         return max(0, self._total_steps - step) * (time.monotonic() - began_at) / (step - first)
 
     def _send(self, body: bytes) -> bool:
-        """Returns whether the endpoint took ``body``; a failure of each kind is named once."""
+        """Sends ``body``; returns whether the endpoint accepted it. Each kind of failure is logged once."""
         try:
             code, reason = self._post(body)
         except Exception as error:  # whatever sockets, TLS and files raise
@@ -177,12 +183,13 @@ class KubeflowTracker(Tracker):
 
 
 def _split(url: str) -> tuple[str, int, str]:
-    """Returns host, port and path of the endpoint; raises ConfigError for what is no https address."""
+    """Returns host, port and path of the endpoint; raises ConfigError for anything but an https address."""
     try:
         parts = urlsplit(url)
         port = parts.port or 443
     except ValueError:
-        parts, port = urlsplit(""), 0
+        parts = urlsplit("")
+        port = 0
     is_plain = parts.username is None and re.fullmatch(r"[!-~]+", url) is not None and not parts.fragment
     if parts.scheme != "https" or not parts.hostname or not is_plain:
         raise ConfigError(

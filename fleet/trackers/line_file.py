@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from fleet.common.plain_files import open_own, open_to_read, replace_file
+
 
 class LineFile:
     """Appends whole lines; each is on its way to the disk when :meth:`write` returns.
@@ -16,15 +18,19 @@ class LineFile:
     """
 
     def __init__(self, path: Path, keep: Callable[[str], bool]) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and keep(line.rstrip("\n"))]
-        if kept != lines:
-            draft = path.with_name(f".{path.name}.tmp")
-            draft.write_text("".join(kept), encoding="utf-8")
-            os.replace(draft, path)
+        before = b""
+        if path.exists():
+            with open_to_read(path) as file:
+                before = file.read()
+        # A damaged byte costs its line at most; other marks than \n, which str.splitlines() takes, may stand in a name.
+        lines = before.split(b"\n")[:-1]
+        kept = b"".join(b"%b\n" % line for line in lines if keep(line.decode("utf-8", "backslashreplace")))
+        if kept != before:
+            replace_file(path, kept, is_durable=False)
         self.path = path
         self.is_new = not kept
-        self._file = path.open("a", encoding="utf-8")
+        descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
+        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 (open while the run lasts)
 
     def write(self, line: str) -> None:
         """Appends ``line``."""

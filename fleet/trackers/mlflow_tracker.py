@@ -1,4 +1,4 @@
-"""MlflowTracker: MLflow; needs the extra ``mlflow``. ``MLFLOW_TRACKING_URI`` says where."""
+"""MlflowTracker: MLflow; needs the extra ``mlflow``. ``MLFLOW_TRACKING_URI`` names the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import mlflow
 
-from fleet._exit_status import EXIT
+from fleet.common.exit_status import EXIT
 from fleet.errors import ConfigError
 from fleet.trackers.tracker import RunInfo, Tracker
 
@@ -15,9 +15,9 @@ _LONGEST = 500  # characters of a parameter's value
 
 
 class MlflowTracker(Tracker):
-    """Writes a run of the experiment that is named like the project, where ``MLFLOW_TRACKING_URI`` says.
+    """Writes a run of the experiment with the project's name, to the server in ``MLFLOW_TRACKING_URI``.
 
-    Raises ConfigError where neither that nor ``mlflow.set_tracking_uri`` says where.
+    Raises ConfigError where neither the variable nor ``mlflow.set_tracking_uri`` names a server.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,16 @@ class MlflowTracker(Tracker):
             )
 
     def start(self, run: RunInfo) -> None:
-        """Begins the run, or goes on with the one of that name."""
+        """Begins the run, or continues the run of that name."""
         self._client: Any = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(run.project)
+        # The name stands in quotes in a filter expression, which has no escape for them.
         name = run.name.replace("'", "")
         known = self._client.search_runs([experiment], f"attributes.run_name = '{name}'") if run.resumed else []
         started = known[0] if known else self._client.create_run(experiment, run_name=name)
         self._run_id = started.info.run_id
+        # A restart may have other values, such as world_size, and MLflow refuses to change a parameter.
         if not known:
             for option, value in {"world_size": run.world_size, **run.options}.items():
                 self._client.log_param(self._run_id, option, f"{value}"[:_LONGEST])

@@ -1,4 +1,4 @@
-"""The trackers by name: those of this package, and those that other packages declare."""
+"""The trackers by name: this package's own, and those of other packages' entry points."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OWN = {
 
 
 def tracker_names() -> list[str]:
-    """Returns every name that can be asked for."""
+    """Returns the name of every tracker."""
     return sorted({*_OWN, *(entry.name for entry in entry_points(group=GROUP))})
 
 
 def is_own(name: str) -> bool:
-    """Returns whether ``name`` is a tracker of this package, which all write on worker 0 alone."""
+    """Returns whether ``name`` is a tracker of this package; all of these write on worker 0 alone."""
     return name in _OWN
 
 
@@ -51,7 +51,7 @@ def check_trackers(asked: Mapping[str, str]) -> None:
 
 
 def make_tracker(name: str, origin: str) -> Tracker:
-    """Returns a tracker that has not started; raises as :func:`check_trackers` does, and where its code is wrong."""
+    """Returns a tracker, not started; raises as :func:`check_trackers` does, and for faults in its code."""
     if name in _OWN:
         module, _, kind = _OWN[name][0].partition(":")
         try:

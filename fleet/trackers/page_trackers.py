@@ -1,11 +1,11 @@
-"""RankPage and CurvePage: what a worker writes for the page of the job, which the launcher's ``--page`` serves.
+"""RankPage and CurvePage: the files of a worker for the page of the job, which the launcher's ``--page`` serves.
 
 [Note: The folder of the page]
 FLEET_PAGE_FOLDER names a folder that the launcher made. The processes of the node write there, and the launcher reads:
 
-- ``worker.R.json``, by the worker of rank R: the newest step and values of its own, and the folder of its checkpoints.
+- ``worker.R.json``, by the worker of rank R: this worker's newest step and values, and the folder of its checkpoints.
 - ``curves.jsonl``, by worker 0: values of the job, a line for each step that is worth a point.
-- ``server.I.N.json``, by parameter server I for what it serves: the measures (``fleet/ps_job/server_page.py``).
+- ``server.I.N.json``, by parameter server I: the measures of its tables (``fleet/ps_job/server_metrics.py``).
 
 A JSON file is replaced as a whole, so a reader never sees half of one. The curves only grow: a point is written when at
 least 1/500 of the time of the run has passed since the last one of that name, so a run of a week has some 7,000.
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fleet.common.plain_files import open_own, replace_file
 from fleet.trackers.tracker import RunInfo, Tracker
 
 _PERIOD_S = 0.5
@@ -28,16 +29,14 @@ _SHARE = 1 / 500
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Replaces ``path`` by ``record`` as JSON."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(draft, path)
+    replace_file(path, json.dumps(record), is_durable=False)
 
 
 class RankPage(Tracker):
-    """Keeps the newest values of each worker in a file of its own, written at most twice a second.
+    """Keeps the newest values of this worker in one file, written at most twice a second.
 
     Args:
-        folder: of the page.
+        folder: the folder of the page.
     """
 
     every_rank = True
@@ -54,14 +53,14 @@ class RankPage(Tracker):
         self._path = self._folder / f"worker.{run.rank}.json"
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Keeps ``values`` beside those of other names."""
+        """Keeps ``values`` beside the values of other names."""
         self._values.update(values)
         self._step = step
         if time.monotonic() - self._written_at >= _PERIOD_S:
             self._write()
 
     def close(self) -> None:
-        """Writes what is newer than the file."""
+        """Writes the values once more, since the last ones may be newer than the file."""
         self._write()
 
     def _write(self) -> None:
@@ -74,7 +73,7 @@ class CurvePage(Tracker):
     """Appends points of the job's curves to ``curves.jsonl``.
 
     Args:
-        folder: of the page.
+        folder: the folder of the page.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,11 +82,11 @@ class CurvePage(Tracker):
         self._last_at: dict[str, float] = {}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Appends those of ``values`` whose last point is old enough."""
+        """Appends the values whose last point is old enough."""
         now = time.monotonic()
         apart_s = (now - self._began_at) * _SHARE
         due = {name: value for name, value in values.items() if now - self._last_at.get(name, -apart_s) >= apart_s}
         if due:
             self._last_at.update(dict.fromkeys(due, now))
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(open_own(self._path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(f"{json.dumps({'step': step, 'values': due})}\n")

@@ -1,4 +1,4 @@
-"""RunLog: what ``fleet.log`` and the values logged by themselves do: the trackers of one job."""
+"""RunLog: the trackers of one job, for ``fleet.log`` and for the values that are logged automatically."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fleet._exit_status import EXIT
-from fleet._log import LOGGER
+from fleet.common.exit_status import EXIT
+from fleet.common.log import LOGGER
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.profile.step_watch import StepWatch
-from fleet.role.record import Role
+from fleet.role_maker.record import Role
 from fleet.strategies._declare.fields import Values
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
 from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
@@ -62,7 +62,8 @@ class RunLog(Listener):
 
     def options_chosen(self, options: Values) -> None:
         """Makes the trackers that ``options`` name; raises ConfigError where others have been given values."""
-        job, environment = self._job, Environment()
+        job = self._job
+        environment = Environment()
         if job.record.kind is not Role.WORKER:
             return
         if self._has_started:
@@ -109,6 +110,8 @@ class RunLog(Listener):
         number = self._step if step is None else _checked_step(step)
         own = as_numbers(values)
         means = self._means.of(own, number)
+        # The script counts its own steps; the trackers start without a first step, since nothing of an earlier run
+        # can be superseded.
         if self._trackers and number != self._step:
             self._start(None)
             if self._record is not None:
@@ -117,7 +120,7 @@ class RunLog(Listener):
         return means
 
     def after_step(self, step: int) -> None:
-        """Counts a step, and logs what is logged by itself when it is due."""
+        """Counts a step; every ``tracker_configs['every']`` steps it logs the automatic values."""
         if self._rank_page is not None and self._job.listeners.get(BatchLoops).checkpoints:
             self._rank_page.checkpoints = self._job.listeners.get(BatchLoops).checkpoints[-1].path
         if self._values is None:
@@ -140,24 +143,25 @@ class RunLog(Listener):
 
     @property
     def _step(self) -> int:
-        """Steps of the training run: with a checkpoint those before a restart too."""
+        """Steps of the training run, with a checkpoint also the steps before a restart."""
         checkpoints = self._job.listeners.get(BatchLoops).checkpoints
         return checkpoints[-1].step if checkpoints else self._job.num_steps
 
     def _may_be_here(self, name: str) -> bool:
-        """Returns whether this worker needs the tracker's class: our own write on worker 0 alone."""
+        """Returns whether this worker needs the tracker's class: trackers of this package run on worker 0 alone."""
         return self._job.global_rank == 0 or not is_own(name)
 
     def _is_here(self, tracker: Tracker) -> bool:
         return tracker.every_rank or self._job.global_rank == 0
 
     def _measure(self, options: Values) -> None:
-        """Measures steps from now on where somebody here writes that."""
-        config, job = options["tracker_configs"], self._job
+        """Measures steps from now on, if this worker has a tracker and ``automatic`` is on."""
+        config = options["tracker_configs"]
+        job = self._job
         if not self._trackers or not config.automatic or self._values is not None:
             return
         times = self._job.listeners.get(StepWatch).measure()
-        # A forward that is counted would not run compiled.
+        # Counting operations needs a forward that is not compiled.
         peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(job.device)
         self._values = StepValues(times, job.device, lambda: job.data_replicas, peak)
         self._job.listeners.get(StepWatch).values = self._values
@@ -172,11 +176,12 @@ class RunLog(Listener):
             self._guarded(name, tracker.log, own if tracker.every_rank else means, step)
 
     def _start(self, step: int | None) -> None:
-        """Starts the trackers; ``step`` is that of the first values, None where the script counts its own."""
+        """Starts the trackers; ``step`` belongs to the first values, None where the script counts its own steps."""
         if self._has_started:
             return
         self._has_started = True
-        job, environment = self._job, Environment()
+        job = self._job
+        environment = Environment()
         config = job.options["tracker_configs"]
         began = self._step - self._job.num_steps
         run = RunInfo(
@@ -192,7 +197,8 @@ class RunLog(Listener):
         EXIT.watch()
         for name, tracker in list(self._trackers.items()):
             self._guarded(name, tracker.start, run)
-        atexit.register(self.close)  # before what their packages have registered now, which would close them first
+        # Exit functions run in reverse order, so this one runs before those that the packages have just registered.
+        atexit.register(self.close)
 
     def _recorded(self, run: RunInfo, step: int | None, began: int, environment: Environment) -> RunInfo:
         goes_on = began > 0 or environment.int("FLEET_GENERATION") > 0
@@ -203,6 +209,7 @@ class RunLog(Listener):
             return run
         first = None
         if record.resumed and step is not None and not record.has_own_steps:
+            # The steps after the checkpoint are trained again, so their old values are superseded.
             first = min(step, began + 1)
         return replace(run, name=record.name, resumed=record.resumed, first_step=first)
 

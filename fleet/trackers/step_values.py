@@ -1,4 +1,4 @@
-"""StepValues: what is logged by itself: step times with their parts, rates, memory, utilisation."""
+"""StepValues: the automatic values: step times with their parts, rates, memory, utilisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["StepValues", "peak_of"]
 
 _READER = "trackers"
-_PASSES = 3  # a backward pass computes twice what its forward does
+_PASSES = 3  # forward and backward; a backward pass has twice the operations of its forward
 # Dense 16-bit TFLOP/s by a part of the device's name, the longest that fits; from the makers' data sheets.
 _PEAKS = {
     "A10": 125.0,
@@ -44,17 +44,20 @@ _PEAKS = {
 
 
 class StepValues:
-    """Adds up what steps take on this worker, until :meth:`take`.
+    """Adds up the time and work of this worker's steps, until :meth:`take`.
 
     Args:
         times: measures the parts of the steps.
-        device: what trains.
-        replicas: returns how many workers, or groups of workers that hold one model copy, train on different rows.
-        peak_tflops: of the device; 0 where it is not known.
+        device: the device that trains.
+        replicas: returns the number of workers, or of groups that hold one model copy, with different rows.
+        peak_tflops: the device's peak; 0 where it is not known.
     """
 
     def __init__(self, times: StepTimes, device: torch.device, replicas: Callable[[], int], peak_tflops: float) -> None:
-        self._times, self._device, self._replicas, self._peak = times, device, replicas, peak_tflops
+        self._times = times
+        self._device = device
+        self._replicas = replicas
+        self._peak = peak_tflops
         self._rows = self._forwards = 0
         self._models: set[int] = set()
         self._flops: dict[int, int] = {}  # of one forward, by rows
@@ -70,7 +73,7 @@ class StepValues:
         if self._depth > 1 or not torch.is_grad_enabled() or not model.training:
             return
         if not self._models:
-            self._times.take(_READER)  # what came before was no part of a step
+            self._times.take(_READER)  # the time before the first forward belongs to no step
         self._models.add(id(model))
         rows = next((leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), 0)
         self._rows += rows
@@ -79,6 +82,7 @@ class StepValues:
             self._has_all_work = False
         elif rows in self._flops:
             self._work += self._flops[rows]
+        # Counting slows a forward down, so each number of rows is counted once, and at most eight of them.
         elif not torch.compiler.is_compiling() and len(self._flops) < 8:
             from torch.utils.flop_counter import FlopCounterMode  # few jobs need it
 
@@ -92,13 +96,14 @@ class StepValues:
         """Called after it, also when it failed."""
         self._depth -= 1
         if self._counter is not None and self._depth == 0:
-            counter, self._counter = self._counter, None
+            counter = self._counter
+            self._counter = None
             counter.__exit__(None, None, None)
             self._flops[self._counted] = counter.get_total_flops()
             self._work += self._flops[self._counted]
 
     def take(self, steps: int) -> dict[str, float]:
-        """Returns the means of the last ``steps`` steps, and begins anew."""
+        """Returns the means of the last ``steps`` steps and resets the sums."""
         parts = self._times.take(_READER)
         total_s = sum(parts.values()) / 1e9
         if not steps or not total_s:
@@ -106,7 +111,8 @@ class StepValues:
         found = {f"time/{part}_ms": ns / 1e6 / steps for part, ns in parts.items()}
         found["time/step_ms"] = total_s * 1e3 / steps
         found["rate/steps_per_s"] = steps / total_s
-        if self._rows and len(self._models) == 1:  # of several models, which one's rows are the samples is not known
+        # With several models it is not known whose rows are the samples.
+        if self._rows and len(self._models) == 1:
             found["rate/samples_per_s"] = self._rows * self._replicas() / total_s
         if self._peak and self._has_all_work and self._work:
             found["rate/mfu"] = _PASSES * self._work / total_s / (self._peak * 1e12)
@@ -133,7 +139,7 @@ def peak_of(device: torch.device) -> float:
 
 
 def _resident_mib() -> float:
-    """Returns the memory of this process that is in RAM; 0 where the system does not say."""
+    """Returns the resident memory of this process; 0 where the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[1])

@@ -15,7 +15,7 @@ class TensorboardTracker(Tracker):
     """Writes ``<folder>/<run>/``; ``tensorboard --logdir <folder>`` shows it."""
 
     def start(self, run: RunInfo) -> None:
-        """Opens the folder; TensorBoard hides what an earlier process wrote for steps that are trained once more."""
+        """Opens the folder; TensorBoard hides values of an earlier process for steps that are trained again."""
         self._writer = SummaryWriter(str(run.folder / run.name), purge_step=run.first_step, flush_secs=_FLUSH_S)
         if run.options and not run.resumed:
             text = "\n".join(f"    {name}: {value}" for name, value in run.options.items())
@@ -27,5 +27,5 @@ class TensorboardTracker(Tracker):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
+        """Writes pending values and closes the file."""
         self._writer.close()

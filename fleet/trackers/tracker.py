@@ -1,4 +1,4 @@
-"""Tracker: what writes the values of a run somewhere, and RunInfo: what it is told about the run."""
+"""Tracker, which writes the values of a run to one destination, and RunInfo, its description of the run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class RunInfo:
     """One run, as a tracker sees it.
 
     Attributes:
-        name: of the run; unique in ``folder`` on worker 0, unless the run goes on after a restart.
-        project: the name that runs are grouped by.
-        folder: where files go; it exists on worker 0.
-        rank: of this worker.
-        world_size: number of workers.
+        name: the run's name; unique in ``folder`` on worker 0, unless the run goes on after a restart.
+        project: the group of runs that this one belongs to.
+        folder: receives files; it exists on worker 0.
+        rank: the rank of this worker.
+        world_size: the number of workers.
         options: the options of ``DistributedStrategy`` that the script set, as plain values.
         resumed: the run began in an earlier process, and goes on.
-        first_step: the first step that this process writes, where an earlier process may have written it and later
-            ones; those are superseded. None where nothing is, and where the script passes steps of its own.
+        first_step: the first step that this process writes, if an earlier process may have written it and later ones:
+            this run supersedes those values. None if it supersedes nothing, or if the script passes its own steps.
     """
 
     name: str
@@ -37,9 +37,9 @@ class RunInfo:
 class Tracker:
     """Writes values; a subclass is one destination.
 
-    Worker 0 has one, which gets means over the workers. With ``every_rank`` each worker has one, which gets that
-    worker's own values. The constructor imports the package that the tracker needs, and takes no arguments. What a
-    method raises is logged, and the run goes on without this tracker.
+    Worker 0 has a tracker, which gets means over the workers. With ``every_rank`` each worker has a tracker, which gets
+    that worker's own values. The constructor imports the package that the tracker needs, and takes no arguments. An
+    error of a method is logged, and the run goes on without this tracker.
 
     Example:
         >>> class Console(Tracker):
@@ -57,4 +57,4 @@ class Tracker:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Writes what waits, and closes the destination."""
+        """Writes pending values and closes the destination."""

@@ -10,10 +10,10 @@ from fleet.trackers.tracker import RunInfo, Tracker
 
 
 class TrackioTracker(Tracker):
-    """Writes a run of the project; ``trackio show`` shows it. ``TRACKIO_DIR`` says where."""
+    """Writes a run of the project to ``TRACKIO_DIR``; ``trackio show`` shows it."""
 
     def start(self, run: RunInfo) -> None:
-        """Begins the run, or goes on with it."""
+        """Begins the run, or continues it."""
         config = {"world_size": run.world_size, "strategy": {name: f"{value}" for name, value in run.options.items()}}
         trackio.init(project=run.project, name=run.name, config=config, resume="allow", embed=False)
 
@@ -22,5 +22,5 @@ class TrackioTracker(Tracker):
         trackio.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Ends the run, after what waits was written."""
+        """Writes pending values and ends the run."""
         trackio.finish()  # type: ignore[no-untyped-call]

@@ -3,10 +3,10 @@
 [Note: One exchange]
 Every worker sends one vector: a header, then its values in the order of their sorted names, all times its weight. The
 header holds the weight, and two digests of names and step with their squares. The sums of digests show on every
-worker alike whether all sent the same (n * sum(d * d) == sum(d) ** 2 only then), so a mismatch is told with the names
-of each and no other message is needed. All vectors have one length; values beyond it follow in a second message. The
-first call goes through the roll call, which finds a worker that does not log; later ones use a group of their own, so
-that a call that a worker leaves out cannot be taken for an exchange of gradients.
+worker alike whether all sent the same (n * sum(d * d) == sum(d) ** 2 only then), so the error names the values of each
+worker and no other message is needed. All vectors have one length; values beyond it follow in a second message. The
+first call goes through the roll call, which finds a worker that does not log. Later calls use a separate process
+group, so that a call that one worker leaves out cannot be confused with an exchange of gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CALL = "fleet.log()"
 
 
 class ValueMeans:
-    """Takes means over the workers of ``job``; see [Note: One exchange]."""
+    """Computes means over the workers of ``job``; see [Note: One exchange]."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -46,8 +46,7 @@ class ValueMeans:
         """Returns the mean of each value over the workers; every worker must call it.
 
         In a parameter-server job, whose workers do not step together, the values are returned as they are. Of the
-        workers that hold one copy of the model together, the one that stands for it counts, see
-        ``UtilBase.reduce_replicas``.
+        workers that hold one copy of the model together, one represents the copy, see ``UtilBase.reduce_replicas``.
 
         Raises:
             ConfigError: the workers' names or steps differ.
@@ -64,7 +63,9 @@ class ValueMeans:
         weight = 1.0 if job.util.stands_for_replica else 0.0
         own = [values[name] if weight else 0.0 for name in names]
         digest = crc32(json.dumps([names, step]).encode())
-        high, low = digest >> 16, digest & 0xFFFF
+        # Two halves, because squares of 32-bit numbers summed over workers would not be exact in float64.
+        high = digest >> 16
+        low = digest & 0xFFFF
         room = _LENGTH - _HEADER
         with job.explaining():
             sums = self._sum([weight, high, high * high, low, low * low, *own[:room]], _LENGTH)
@@ -138,7 +139,7 @@ def as_numbers(values: Any) -> dict[str, float]:
             continue
         by_device.setdefault(tensor.device, []).append(name)
     for names in by_device.values():
-        # One copy from a device, and so one wait for it.
+        # One copy from the device, since each copy waits for it.
         fetched = torch.stack([tensors[name].to(torch.float64) for name in names]).tolist()
         found.update(zip(names, fetched, strict=True))
     return {name: found[name] for name in values}

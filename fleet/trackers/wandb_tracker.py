@@ -7,7 +7,7 @@ from typing import Any
 
 import wandb
 
-from fleet._exit_status import EXIT
+from fleet.common.exit_status import EXIT
 from fleet.trackers.tracker import RunInfo, Tracker
 
 
@@ -15,7 +15,7 @@ class WandbTracker(Tracker):
     """Writes a run of the project; its own settings (WANDB_MODE, WANDB_ENTITY, ...) hold."""
 
     def start(self, run: RunInfo) -> None:
-        """Begins the run, or goes on with it; values go under their own axis, because W&B takes no earlier step."""
+        """Begins the run, or continues it."""
         self._run: Any = wandb.init(
             project=run.project,
             name=run.name,
@@ -24,6 +24,7 @@ class WandbTracker(Tracker):
             config={"world_size": run.world_size, "strategy": dict(run.options)},
             resume="allow",
         )
+        # W&B drops values whose own step is below an earlier one; a restarted run repeats steps, so they are a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

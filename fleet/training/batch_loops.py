@@ -1,9 +1,9 @@
-"""BatchLoops: what happens where a training loop asks for its next batch: due checkpoints, and a stop on request."""
+"""BatchLoops: due checkpoints, and a stop on request, where a training loop asks for its next batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ class PeriodicSave:
 
     Attributes:
         path: its folder.
-        every: how many steps lie between two saves; 0 saves on demand only.
+        every: the number of steps between two saves; 0 saves on demand only.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class PeriodicSave:
 
     @property
     def step(self) -> int:
-        """How many steps the training run has made, including those before a restart."""
+        """The number of steps of the training run, including those before a restart."""
         raise NotImplementedError
 
     def save(self, *, wait: bool = False) -> None:
@@ -62,16 +62,13 @@ class BatchLoops(Listener):
         self.checkpoints: list[PeriodicSave] = []
         self.holds_untrained = False
         self.sleeps = True
-        self._stop = watch_loaders(self._give) if job.collective and job.world_size > 1 else None
+        told = partial(job.listeners.tell, "batch_given")
+        self._stop = watch_loaders(told) if job.collective and job.world_size > 1 else None
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Stops watching DataLoaders."""
         if self._stop is not None:
             self._stop()
-
-    def _give(self, batches: Any, batch: Any) -> None:
-        for listener in self._job.listeners.hearing["batch_given"]:
-            listener.batch_given(batches, batch)
 
     def add(self, checkpoint: PeriodicSave) -> None:
         """Writes ``checkpoint`` where it is due."""
@@ -81,14 +78,14 @@ class BatchLoops(Listener):
     def after_batch(self, data: object = None) -> None:
         """Writes the checkpoints that are due, and exits when asked to stop; called where a loop begins a batch.
 
-        ``data`` is what the loop goes over, where that is known.
+        ``data`` is the object that the loop goes over, where that is known.
         """
+        # A save of the position in other data is one batch too far now: that batch is given and not trained yet.
         self.holds_untrained = True
         try:
             for checkpoint in self.checkpoints:
                 checkpoint.save_when_due(data)
-            for listener in self._job.listeners.hearing["next_batch"]:
-                listener.next_batch()
+            self._job.listeners.tell("next_batch")
         finally:
             self.holds_untrained = False
 
@@ -116,6 +113,7 @@ def watch_loaders(given: Callable[[Any, Any], None]) -> Callable[[], None]:
     """Calls ``given`` with torch's iterator and each batch of every DataLoader, until the returned function is."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+    # Scripts iterate over torch's own DataLoader, which has no hook for a batch that it gives.
     kind: Any = _BaseDataLoaderIter
     original = kind.__next__
 
@@ -128,6 +126,7 @@ def watch_loaders(given: Callable[[Any, Any], None]) -> Callable[[], None]:
     kind.__next__ = give
 
     def stop() -> None:
+        # Another library may have wrapped it since; its wrapper stays.
         if kind.__next__ is give:
             kind.__next__ = original
 

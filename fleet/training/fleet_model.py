@@ -1,4 +1,4 @@
-"""FleetModel: what ``fleet.distributed_model`` returns. It looks like the user's module and runs the wrapped one."""
+"""FleetModel: the result of ``fleet.distributed_model``. It looks like the user's module and runs the wrapped one."""
 
 from __future__ import annotations
 
@@ -12,36 +12,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fleet.checkpoint.model_states import ModelStates, warn_of_stage_or_part
 from fleet.checkpoint.save_load import known_entries
+from fleet.checkpoint.state_dicts import ModelStates, warn_of_stage_or_part
 from fleet.checkpoint.to_group import StateMesh
+from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.job.wrapped_model import WrappedModel
 from fleet.strategies._gradients.gradient_exchange import copied_chain, data_parallel_in, exchanging_in, inner_of
-from fleet.strategies._gradients.passes import outside_graphs, passes_of
+from fleet.strategies._gradients.passes import passes_of
 from fleet.strategies._shared.parts import PART, has_parts, part_of, warn_of_parts
 from fleet.strategies.amp.amp_model import AmpModel
 from fleet.training.forward_guard import ForwardGuard
+
+
+def _set_state_dict(self: Any, state_dict: Mapping[str, Any]) -> Any:
+    """Loads a state as Fleet does: entries that are not part of the object ('epoch') are left alone."""
+    return self.load_state_dict(known_entries(state_dict, self.state_dict()))
+
+
+def name_loads() -> None:
+    """Gives all torch modules and optimizers ``set_state_dict`` and its older names; a class's own stay.
+
+    Fleet's scripts load before ``distributed_model()``, and their ``except`` takes an absent method for a bad file.
+    """
+    for base, names in (
+        (nn.Module, ("set_state_dict", "set_dict", "load_dict")),
+        (Optimizer, ("set_state_dict", "set_dict")),
+    ):
+        for name in names:
+            if not hasattr(base, name):
+                setattr(base, name, _set_state_dict)
+
 
 # Stands in the place of the user's module: `model = fleet.distributed_model(model)` is right, whatever class it has.
 UsersClass: Any = cast("Any", object)
 
 # Kept out of the module's own attributes: they belong to the wrapper.
-_OWN = frozenset(
-    {
-        "_chain",
-        "_passes",
-        "_job",
-        "_guard",
-        "_trains",
-        "_exchanges",
-        "_elsewhere",
-        "_compiled_call_impl",
-    }
-)
+_OWN = frozenset({"_chain", "_passes", "_job", "_guard", "_trains", "_exchanges", "_elsewhere", "_compiled_call_impl"})
 # A method of the user's with one of these names takes precedence, as over everything that comes from nn.Module alone.
 _GIVES_WAY = (
     "clear_gradients",
@@ -53,6 +64,8 @@ _GIVES_WAY = (
     "join",
 )
 
+name_loads()  # a script may load before it wraps
+
 
 class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     """Calls run the wrapped module; names, attributes, methods and ``state_dict`` are those of the user's module.
@@ -62,14 +75,14 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     runs submodules itself would bypass the gradient exchange; calling one while gradients are recorded raises, until
     :meth:`mark_forward_method` names it.
 
-    A deep copy shares only the job with the model. Where data parallel is all that happens to gradients, the copy
-    exchanges them as a copy of DistributedDataParallel does. Otherwise, and after ``torch.load``, the copy computes and
-    can be saved, and a backward pass to its parameters raises.
+    A deep copy shares only the job with the model. If data parallel alone acts on the gradients, the copy exchanges
+    them as a copy of DistributedDataParallel does. Otherwise, and after ``torch.load``, the copy computes and can be
+    saved, and a backward pass to its parameters raises.
 
     Args:
         module: the user's module, after strategies have rewritten parts of it.
         chain: the wrapped module that calls run; equal to ``module`` when nothing wraps it.
-        job: hears of forwards and clears; by default one of this model alone, as for a copy that torch has loaded.
+        job: hears of forwards and clears; by default a job of this model alone, as for a copy that torch has loaded.
     """
 
     _job: Job
@@ -77,6 +90,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
     def __init__(self, module: nn.Module, chain: nn.Module, job: Job | None = None) -> None:
         super().__init__()
+        # Plain assignment would set the attribute on the user's module.
         object.__setattr__(self, "_guard", ForwardGuard(self))
         object.__setattr__(self, "_job", Job.alone([self]) if job is None else job)
         object.__setattr__(self, "_trains", True)
@@ -101,10 +115,11 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         return [partial(getattr(listener, hook), self) for listener in self._job.listeners.hearing[hook]]
 
     def _follow_mode(self) -> None:
-        """Takes the mode of the user's module; its submodules, which may be frozen in evaluation mode, keep theirs."""
+        """Gives the wrappers the mode of the user's module; submodules, perhaps frozen in evaluation, keep theirs."""
         wrapper: nn.Module | None = self._chain
         while wrapper is not None and wrapper is not self.module:
-            wrapper.training, wrapper = self.module.training, inner_of(wrapper)
+            wrapper.training = self.module.training
+            wrapper = inner_of(wrapper)
         self.training = self.module.training
 
     def replace_module(self, module: nn.Module) -> None:
@@ -128,9 +143,13 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
             for listener in self._job.listeners.hearing["forward_ends"]:
                 listener.forward_ends()
 
-    # A script may compile what holds this model: what listeners look at is no part of its graph.
+    # A script may compile a module around this model: the work of listeners is no part of its graph.
     @outside_graphs
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
+        is_recorded = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        if is_recorded and self._job.collective and self._job.world_size > 1:
+            raise _not_recorded("torch.jit.trace(model, x)" if torch.jit.is_tracing() else "torch.export.export(model)")
+        # Scripts add groups to the optimizer inside; strategies must know the parameters before their gradients come.
         for optimizer in self._job.optimizers:
             optimizer.follow_groups()
         for listener in self._job.listeners.hearing["before_forward"]:
@@ -146,6 +165,10 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
                     leaf.register_hook(_refuse_training)
         return result
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Raises ConfigError: torch.jit.script would keep the module and lose the wrappers around it."""
+        raise _not_recorded("torch.jit.script(model)")
+
     def exchanged_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose gradients data parallel makes equal on all workers."""
         reducer = self._passes.reducer
@@ -154,7 +177,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         return [p for name, p in reducer.module.named_parameters() if name not in reducer.parameters_to_ignore]
 
     def release_group(self) -> None:
-        """Releases the process group; gradients are no longer exchanged."""
+        """Releases the process group; the model exchanges no gradients afterwards."""
         reducer = data_parallel_in(self._chain)
         if reducer is not None:
             if self._passes.arrivals is not None:
@@ -169,11 +192,11 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears every gradient."""
         super().zero_grad(set_to_none=set_to_none)
+        # A zero_grad() of the user's class may clear more than gradients.
         if type(self.module).zero_grad is not nn.Module.zero_grad:
             self.module.zero_grad(set_to_none=set_to_none)
         parameters = list(self.parameters())
-        for listener in self._job.listeners.hearing["gradients_cleared"]:
-            listener.gradients_cleared(parameters)
+        self._job.listeners.tell("gradients_cleared", parameters)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward keeps gradients local; a later backward exchanges them."""
@@ -202,7 +225,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         return nullcontext() if reducer is None else cast("AbstractContextManager[Any]", reducer.join(*args, **kwargs))
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Returns what ``torch.distributed.algorithms.join.Join([model])`` runs on a worker without batches."""
+        """Returns the hook of ``torch.distributed.algorithms.join.Join([model])`` for a worker without batches."""
         reducer = self._joining()
         if reducer is None:
             raise ConfigError(
@@ -211,8 +234,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         return reducer.join_hook(**kwargs)
 
     def _joining(self) -> DistributedDataParallel | None:
-        for listener in self._job.listeners.hearing["before_join"]:
-            listener.before_join()
+        self._job.listeners.tell("before_join")
         return data_parallel_in(self._chain)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -225,7 +247,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def watch_loss(self, loss: Tensor, exchanges: bool = True) -> Tensor:
         """Returns ``loss``, for a backward pass that begins before the forward that computed it has ended.
 
-        The pass exchanges gradients, unless ``exchanges`` is False, as one from an output of the model does.
+        The pass exchanges gradients as a pass from an output of the model does, unless ``exchanges`` is False.
         """
         if isinstance(self._chain, AmpModel):
             loss = self._chain.leave(loss)
@@ -251,7 +273,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
         Where sharding shards the parameters, the state holds DTensors, of which this worker has a shard; with tensor
         parallelism or a pipeline it holds this worker's parts of divided layers, and its stage. A warning says so. Save
-        what :meth:`full_state_dict` or :meth:`local_state_dict` returns.
+        the result of :meth:`full_state_dict` or :meth:`local_state_dict`.
         """
         self._job.before_save()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
@@ -266,7 +288,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Returns the whole state on the host, which a plain module loads; every worker must call it.
 
-        Names and shapes are those of the model in one process, whatever the mesh; a tied parameter is there once.
+        Names and shapes are as in one process, whatever the mesh; a tied parameter is there once.
 
         Args:
             keep: False takes part in the gather and returns ``{}``, which saves memory on workers that do not write.
@@ -302,7 +324,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
                 raise ConfigError("load_state_dict(assign=True) would replace the parameters that were divided.")
             state_dict = states.fitted(state_dict)
         result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        self._tell_loaded()
+        self._job.listeners.tell("state_loaded", self)
         return result
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -312,18 +334,14 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
         """
         self._job.meet("model.load_full_state_dict()")
         self._states.load_from_rank_0(state_dict)
-        self._tell_loaded()
-
-    def _tell_loaded(self) -> None:
-        for listener in self._job.listeners.hearing["state_loaded"]:
-            listener.state_loaded(self)
+        self._job.listeners.tell("state_loaded", self)
 
     @property
     def _states(self) -> ModelStates:
         return ModelStates(self.module, StateMesh(self._job.axes, self._job.device), self._elsewhere)
 
     def note_names_elsewhere(self, names: Iterable[str]) -> None:
-        """Takes the ``names`` of the whole model that a state may hold and this worker's stage does not."""
+        """Notes the ``names`` that a state of the whole model may hold and this worker's stage does not."""
         object.__setattr__(self, "_elsewhere", frozenset(names) - set(self.module.state_dict()))
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
@@ -379,6 +397,7 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FleetModel:
         self._check_whole("copy.deepcopy(model) (AveragedModel does it too)")
+        # torch cannot copy a process group.
         for part in self.module.modules():  # a copy has the same workers to exchange with
             memo.update({id(group): group for group in vars(part).values() if isinstance(group, dist.ProcessGroup)})
         module = copy.deepcopy(self.module, memo)
@@ -401,9 +420,9 @@ class FleetModel(WrappedModel, UsersClass):  # type: ignore[misc]
     def _check_whole(self, call: str) -> None:
         if has_parts(dict(self.named_parameters())):
             raise ConfigError(
-                f"{call}: sharding stages 2 and 3 sharded the model, and a worker holds a shard of it. Save "
+                f"{call}: sharding stage 3 sharded the model, and a worker holds a shard of it. Save "
                 "model.full_state_dict(), which a plain module loads; keep an average of the shards in "
-                "model.parameters(), which torch._foreach_lerp_ updates; or set sharding_configs['stage'] to 1."
+                "model.parameters(), which torch._foreach_lerp_ updates; or set sharding_configs['stage'] to 1 or 2."
             )
 
     def __bool__(self) -> bool:
@@ -439,7 +458,7 @@ def _methods_of_the_users(kind: type[nn.Module]) -> list[str]:
 
 
 def _loaded(module: nn.Module) -> FleetModel:
-    """Returns what ``torch.load`` makes of a model that was pickled whole."""
+    """Returns the model that ``torch.load`` makes from a whole pickled model."""
     model = FleetModel(module, module)
     object.__setattr__(model, "_trains", False)
     return model
@@ -455,5 +474,15 @@ def _refuse_training(gradient: Tensor) -> None:
 
 def _enter_module(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Passes a state that a module around ``model`` loads, under the user's names, to the user's module."""
+    # The state comes without "module.", for state_dict() has saved it so; torch loads by the names of submodules.
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+
+
+def _not_recorded(call: str) -> ConfigError:
+    return ConfigError(
+        f"{call}: the model is wrapped by fleet.distributed_model(), and the exchange of its gradients cannot be a "
+        "part of what is recorded. Record the module inside, on worker 0: model.module, in evaluation mode; where "
+        "workers hold parts of it (sharding 2 and 3, mp, pp), load model.full_state_dict() into a plain module first. "
+        "To train a compiled model use torch.compile or strategy.to_static."
+    )

@@ -1,4 +1,4 @@
-"""FleetOptimizer: what ``fleet.distributed_optimizer`` returns, a torch optimizer that also has Fleet's calls."""
+"""FleetOptimizer: the result of ``fleet.distributed_optimizer``, a torch optimizer that also has Fleet's calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fleet.checkpoint.model_states import warn_of_stage_or_part
-from fleet.checkpoint.optimizer_states import OptimizerStates
+from fleet.checkpoint.state_dicts import OptimizerStates, warn_of_stage_or_part
 from fleet.checkpoint.to_group import StateMesh
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.job import Job
@@ -27,7 +26,7 @@ UsersClass: Any = cast("Any", object)
 
 
 class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
-    """Steps the optimizer inside, through whatever the strategies wrapped around it.
+    """Steps the optimizer inside, through the wrappers of the strategies.
 
     Everything in ``torch.optim.Optimizer`` works as before, and so do Fleet's calls: ``minimize``, ``clear_grad``,
     ``get_lr``, ``set_lr``, ``set_state_dict``.
@@ -42,7 +41,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         self._group_sizes = self._sizes()
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Updates the parameters; what a step means depends on the strategies that are on."""
+        """Updates the parameters; strategies that count steps may only add up a batch."""
         job = self._job
         has_closure = closure is not None
         try:
@@ -51,6 +50,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
             self.follow_groups()
             for listener in job.listeners.hearing["before_step"]:
                 listener.before_step(self, has_closure)
+            # Counted, not a flag: a closure may step another optimizer of the job.
             job.updating += 1
             try:
                 result = super().step(closure)
@@ -112,9 +112,10 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
                 "minimize(parameter_list=..., no_grad_set=...) restricts one update, and here an update takes the "
                 "gradients of several batches. Set requires_grad of the other parameters to False instead."
             )
-        if total.grad_fn is not None and not self._has_backward(total):
+        if total.requires_grad and not self._has_backward(total):
             self.zero_grad()
             total.backward()
+        # Every torch rule skips a parameter without a gradient; the gradients come back, for minimize() leaves them.
         kept: list[tuple[nn.Parameter, Tensor]] = []
         pairs: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in self.parameters():
@@ -172,6 +173,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         """Clears the gradients of every parameter."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._filled = False
+        self._job.listeners.tell("optimizer_cleared", self)
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
         """Clears the gradients: sets them to None, or with ``set_to_zero`` fills them with zeros."""
@@ -212,7 +214,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def full_state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Returns the whole state on the host, which any number of workers can load; every worker must call it.
 
-        A parameter has the place that it has in one process; with a pipeline, that is among those of all stages.
+        A parameter has its place of one process; with a pipeline, its place among the parameters of all stages.
 
         Args:
             keep: False takes part in the gather and returns ``{}``.
@@ -220,7 +222,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
         Raises:
             CheckpointError: the workers of one stage hold different entries, or an entry cannot be made whole.
         """
-        state, states = super().state_dict(), self._states
+        state = super().state_dict()
+        states = self._states
         if states.is_collective(state):
             self._job.meet("optimizer.full_state_dict()")
         return states.whole(state, keep)
@@ -279,7 +282,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
 
     def _has_gradients(self) -> bool:
         """Returns whether a gradient arrived since the last step or clear."""
-        if not self._counted:  # nothing has counted so far
+        # Looked at once; from then on hooks count, for reading every gradient waits for the device.
+        if not self._counted:
             self._filled = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters())
         with torch._C.DisableTorchFunctionSubclass():  # a weight that stands for rows takes no hooks of scripts
             for parameter in self.parameters():

@@ -14,13 +14,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fleet.errors import ConfigError
 from fleet.job.wrapped_model import WrappedModel
+from fleet.strategies._shared.backward_calls import wrap_backward
 
 
 class ForwardGuard:
     """Guards the methods of the user's module in ``model``.
 
-    A method that runs a trainable submodule raises, unless gradients are off or the method is marked: a marked one runs
-    inside the forward of the wrapped module.
+    A method that runs a trainable submodule raises, unless gradients are off or the method is marked: a marked method
+    runs inside the forward of the wrapped module.
 
     Attributes:
         marked: the names of the methods that run inside the wrapped forward.
@@ -51,6 +52,7 @@ class ForwardGuard:
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # The wrappers call the module's forward(), so the method takes its place while they run.
             own = {name: value for name, value in module.__dict__.items() if name == "forward"}
 
             def run(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -103,22 +105,19 @@ def _no_submodule_forward(module: nn.Module, method: str) -> Iterator[None]:
 @contextmanager
 def _no_backward(module: nn.Module, method: str) -> Iterator[None]:
     """Raises ConfigError when this thread calls ``backward()`` inside the context, where gradients stay local."""
-    original, thread = torch.autograd.backward, threading.get_ident()
-    is_open = True
+    # The patch is global, and other threads may train other models.
+    thread = threading.get_ident()
 
-    @wraps(original)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if is_open and threading.get_ident() == thread:
+    def refuse(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
             raise ConfigError(_runs_inside(module, method, "backward()"))
-        return original(*args, **kwargs)
+        return call(*args, **kwargs)
 
-    torch.autograd.backward = refuse  # Tensor.backward looks it up at each call
+    stop = wrap_backward(refuse)
     try:
         yield
     finally:
-        is_open = False  # amp may have wrapped it in the meantime
-        if torch.autograd.backward is refuse:
-            torch.autograd.backward = original
+        stop()
 
 
 def _runs_inside(module: nn.Module, method: str, what: str) -> str:

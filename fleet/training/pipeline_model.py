@@ -1,9 +1,10 @@
-"""PipelineModel: what ``fleet.distributed_model`` makes of a PipelineLayer; its loop is ``train_batch``."""
+"""PipelineModel: the result of ``fleet.distributed_model`` for a PipelineLayer; its loop is ``train_batch``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.job.axes import COPY_AXES, SEQUENCE_AXES
 from fleet.job.job import Job
-from fleet.strategies._declare.fields import Values
+from fleet.strategies.pipeline.counted_loss import CountedLoss
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.hooks import Hook, PipelineParallelMicroStepLocations, StepHooks
 from fleet.strategies.pipeline.order import MicroStep, as_text, plan_order
 from fleet.strategies.pipeline.stage import PipelineStage, stage_of
 from fleet.strategies.pipeline.step import PipelineStep
+from fleet.strategies.tensor_parallel.regions import reduce_from
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 
@@ -42,6 +45,18 @@ class PipelineModel(FleetModel):
     def _hooks(self) -> StepHooks:
         hooks: StepHooks = self.__dict__.setdefault("_step_hooks", StepHooks())
         return hooks
+
+    @property
+    def _counted(self) -> CountedLoss:
+        known: CountedLoss | None = self.__dict__.get("_counted_loss")
+        if known is None:
+            axes = self._job.axes
+            averages = self._job.options["gradient_scale_configs"].scale_strategy == "avg"
+            replicas = float(axes.data_replicas) if averages else 1.0
+            joined = partial(reduce_from, group=axes.group(*SEQUENCE_AXES))
+            known = CountedLoss(axes.group(*COPY_AXES), joined, replicas)
+            self.__dict__["_counted_loss"] = known
+        return known
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layers; raises ConfigError where other workers have some of them."""
@@ -128,7 +143,7 @@ class PipelineModel(FleetModel):
         """Runs ``hook`` at the begin or end of each micro-batch's forward or backward.
 
         It is called with the keywords input_tensor, output_tensor, input_tensor_grad, output_tensor_grad and step_id,
-        the number of the micro-batch; what does not exist at the location, or was freed, is ``None``.
+        the number of the micro-batch; a tensor that does not exist at the location, or was freed, is ``None``.
         """
         self._hooks.add(location, hook)
 
@@ -148,7 +163,7 @@ class PipelineModel(FleetModel):
         )
 
     def get_static_scheduler(self) -> str:
-        """Returns what this stage does in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
+        """Returns the actions of this stage in a step: ``'f0;f1;b0;...'``, with chunks ``'f0_vp0;...'``."""
         layers = self._layers_here
         self._job_for("get_static_scheduler")
         return as_text(self._order(), num_chunks=layers.num_chunks if layers.num_stages > 1 else 1)
@@ -159,7 +174,8 @@ class PipelineModel(FleetModel):
         return kinds == sorted(kinds, reverse=True)
 
     def _order(self) -> tuple[MicroStep, ...]:
-        layers, config = self._layers_here, self._options["pipeline_configs"]
+        layers = self._layers_here
+        config = self._job.options["pipeline_configs"]
         num_chunks = layers.num_chunks if layers.num_stages > 1 else 1
         return plan_order(
             layers.num_stages, layers.stage, config.accumulate_steps, num_chunks=num_chunks, mode=config.schedule_mode
@@ -188,18 +204,14 @@ class PipelineModel(FleetModel):
             )
         return self._job
 
-    @property
-    def _options(self) -> Values:
-        return self._job.options
-
     def _new_step(self, mode: int, loss_index: int, scale: Any) -> PipelineStep:
-        options = self._options
+        options = self._job.options
         config = options["pipeline_configs"]
         self._hooks.begin_step()
         return PipelineStep(
             self._layers_here, self._run_chunk, self._stage, config.accumulate_steps, config.micro_batch_size,
             mode=mode, loss_index=loss_index, scale=scale, hooks=self._hooks,
-            delays=options["hybrid_configs"].pp_configs.delay_scale_loss,
+            delays=self._stage is not None and self._stage.pp_configs.delay_scale_loss, counted=self._counted,
         )  # fmt: skip
 
     def _run_chunk(self, chunk: int, value: Any, is_last: bool) -> Any:
@@ -210,22 +222,26 @@ class PipelineModel(FleetModel):
 
     def _trained(self, step: PipelineStep, data: Any, each: bool) -> Any:
         stage = self._stage
-        if stage is None:
-            with self._kept_sync():
+        with self._in_step():
+            if stage is None:
                 step.compute(data)
-        else:
-            stage.reducer.begin()
-            step.compute(data)
-            stage.reducer.finish(stage.ties.sum_gradients, lambda: {p: name for name, p in self.named_parameters()})
+            else:
+                stage.reducer.begin()
+                step.compute(data)
+                stage.reducer.finish(stage.ties.sum_gradients, lambda: {p: name for name, p in self.named_parameters()})
+        # The losses come first: their broadcast tells every stage the divisor.
+        losses = self._losses(step, each)
         step.divide_gradients()
-        return self._losses(step, each)
+        return losses
 
     @contextmanager
-    def _kept_sync(self) -> Iterator[None]:
+    def _in_step(self) -> Iterator[None]:
         before = self.require_backward_grad_sync
+        object.__setattr__(self, "runs_micro_batches", True)
         try:
             yield
         finally:
+            object.__setattr__(self, "runs_micro_batches", False)
             self.require_backward_grad_sync = before
 
     def _losses(self, step: PipelineStep, each: bool) -> Any:
@@ -236,16 +252,17 @@ class PipelineModel(FleetModel):
         if scaler is None:
             optimizer.step()
         else:
+            # A GradScaler makes its scale in its first scale(), and only the last stage has a loss.
             if not self.is_pipeline_last_stage():
-                scaler.scale(torch.zeros((), device=next(self.parameters()).device))  # it must have scaled something
+                scaler.scale(torch.zeros((), device=next(self.parameters()).device))
             scaler.step(optimizer)
             scaler.update()
         self._synchronize(optimizer)
         optimizer.clear_grad()
         if lr_scheduler is not None:
             lr_scheduler.step()
-        settings = self._options["hybrid_configs"].pp_configs
-        if settings.clear_every_step_cache and torch.cuda.is_available():
+        clears = self._stage is not None and self._stage.pp_configs.clear_every_step_cache
+        if clears and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _synchronize(self, optimizer: FleetOptimizer) -> None:
@@ -253,7 +270,8 @@ class PipelineModel(FleetModel):
         stage = self._stage
         if stage is None or not stage.layers.ties:
             return
-        settings, state = stage.pp_configs, optimizer.state
+        settings = stage.pp_configs
+        state = optimizer.state
         if settings.sync_param:
             stage.ties.synchronize(settings.sync_mode, lambda p: [p.data])
         if settings.sync_moment:

@@ -14,7 +14,7 @@ from fleet.strategies._shared.casts import map_tensors
 
 
 def check_placement(module: nn.Module, device: torch.device) -> None:
-    """Raises ConfigError where ``module`` cannot train on ``device``, that of this worker."""
+    """Raises ConfigError where ``module`` cannot train on ``device``, the device of this worker."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
@@ -47,8 +47,8 @@ def move_model(module: nn.Module, device: torch.device, optimizers: Iterable[Opt
 def move_state(optimizer: Optimizer, moved: Set[Tensor]) -> None:
     """Moves the state of the parameters ``moved`` to their device, as ``load_state_dict`` places it.
 
-    Adagrad has a state from the start, and others have one that was loaded, or trained on the CPU. Counts of steps stay
-    on the host, where torch keeps them unless its kernels count.
+    Adagrad has a state from the start; other optimizers may have loaded one, or trained on the CPU. Counts of steps
+    stay on the host, where torch keeps them unless its kernels count.
     """
     for group in optimizer.param_groups:
         counts_there = group.get("fused") or group.get("capturable")

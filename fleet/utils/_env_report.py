@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
-from fleet._addresses import hide_user
+from fleet.common.addresses import hide_user
 from fleet.env import VARIABLES, Environment
 from fleet.errors import FleetError
 from fleet.launch.processes.redact import is_secret_name, redact
@@ -58,7 +58,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "fleet", fleet.__version__
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 - a broken torch is what the report is for
+    except Exception as error:  # noqa: BLE001 - the report must show a broken torch
         yield "torch", f"cannot be imported: {error}"
     else:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"

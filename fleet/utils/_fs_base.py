@@ -1,11 +1,11 @@
-"""FS: the calls every file system has, and what they raise. Standard library only."""
+"""FS: the calls of every file system, and their errors. Standard library only."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from fleet._file_shard import split_files
+from fleet.common.file_shard import split_files
 from fleet.errors import FleetError
 
 
@@ -30,7 +30,7 @@ class FSShellCmdAborted(ExecuteError):
 
 
 class FS(ABC):
-    """What every file system can do. Paths are strings; a listing holds names, not paths."""
+    """The operations of every file system. Paths are strings; a listing holds names, not paths."""
 
     @abstractmethod
     def ls_dir(self, fs_path: str) -> tuple[list[str], list[str]]:
@@ -58,7 +58,7 @@ class FS(ABC):
 
     @abstractmethod
     def delete(self, fs_path: str) -> None:
-        """Removes a file, or a folder with its contents; one that does not exist is not an error."""
+        """Removes a file, or a folder with its contents; a missing one is not an error."""
 
     @abstractmethod
     def touch(self, fs_path: str, exist_ok: bool = True) -> None:

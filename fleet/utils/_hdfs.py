@@ -82,8 +82,10 @@ class HDFSClient(FS):
             raise ConfigError(f"HDFSClient(hadoop_home={hadoop_home!r}): {program!r} is not an executable.")
         self._configs = {str(key): str(value) for key, value in (configs or {}).items()}
         self._base = [program, "fs", *[f"-D{key}={value}" for key, value in self._configs.items()]]
-        self._time_out_s, self._sleep_s = time_out / 1000, sleep_inter / 1000
-        self._retry_times, self._retry_sleep_s = retry_times, retry_sleep_s
+        self._time_out_s = time_out / 1000
+        self._sleep_s = sleep_inter / 1000
+        self._retry_times = retry_times
+        self._retry_sleep_s = retry_sleep_s
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class HDFSClient(FS):
         self._operation(lambda end: self._command(["-mkdir", "-p", fs_path], end))
 
     def delete(self, fs_path: str) -> None:
-        """Removes a file, or a folder with its contents; one that does not exist is not an error."""
+        """Removes a file, or a folder with its contents; a missing one is not an error."""
 
         def remove(end: float) -> None:
             if self._test("-e", fs_path, end):
@@ -154,7 +156,7 @@ class HDFSClient(FS):
         try:
             self._operation(lambda end: self._command(["-mv", src_path, dst_path], end))
         except FSFileNotExistsError:
-            # An attempt that seemed to fail may have moved it.
+            # An attempt that seemed to fail may have moved it, and then its retry finds no source.
             if self.is_exist(src_path) or not self.is_exist(dst_path):
                 raise
 
@@ -216,7 +218,8 @@ class HDFSClient(FS):
         self._operation(lambda end: self._command(["-put", "-f", local_path, fs_path], end))
 
     def _get(self, fs_path: str, local_path: str) -> None:
-        def make_room() -> None:  # removes what an earlier attempt left: -get has no -f in Hadoop 2.7
+        # An attempt that failed leaves a part of the file, and -get has no -f in Hadoop 2.7.
+        def make_room() -> None:
             if os.path.lexists(local_path):
                 _delete_local(local_path)
 
@@ -241,6 +244,7 @@ class HDFSClient(FS):
                 return act(end)
             except (_NotAgain, FSShellCmdAborted):
                 raise
+            # The command under way hit the limit; the failure before it says more about the cause.
             except FSTimeOut:
                 if last is None:
                     raise
@@ -265,6 +269,7 @@ class HDFSClient(FS):
             if done.returncode == 0:
                 return done
             failure = self._failure(arguments, done)
+            # The subclasses are permanent failures.
             if type(failure) is not ExecuteError or attempt == self._retry_times:
                 break
             if time.monotonic() + self._retry_sleep_s >= end:
@@ -301,7 +306,7 @@ class HDFSClient(FS):
         return ExecuteError(text)
 
     def _shown(self, arguments: list[str]) -> str:
-        """The command for a message, without the values of properties that are secrets."""
+        """Returns the command for a message, without the values of secret properties."""
         return " ".join(["hadoop fs", *redact_arguments(self._base[2:]), *arguments])
 
 

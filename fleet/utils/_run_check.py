@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,17 @@ from torch import nn
 
 from fleet.errors import FleetError
 
+_CPU_PROCESSES = 2
+_GPU_CAUSES = (
+    " 1. fewer GPUs can be used than torch counts: check CUDA_VISIBLE_DEVICES;\n"
+    " 2. some of the GPUs are busy or full: check nvidia-smi;\n"
+    " 3. NCCL is not installed correctly, or the devices cannot reach each other."
+)
+_CPU_CAUSES = (
+    " 1. this build of torch has no gloo: check torch.distributed.is_gloo_available();\n"
+    " 2. a firewall or a container keeps processes from connecting to 127.0.0.1;\n"
+    " 3. too few processes or too little shared memory are allowed: check ulimit -u and /dev/shm."
+)
 _TIMES = 2.0  # every input and weight of the single check is a constant, so the right results are known
 
 
@@ -19,8 +32,8 @@ def run_check() -> None:
     """Trains two small layers on one device, then on every device of this machine, and prints the result.
 
     Prints, in order: that the check begins; that one device works; with several devices, that all of them work
-    together; that the installation is complete. When the devices work alone but not together, it warns with the
-    cause, and the last line says that only a single device can be used.
+    together; that the installation is complete. Without a GPU two processes on the CPU train together, over gloo. Where
+    they work alone but not together, it warns with the cause, and the last line says that only one can be used.
 
     Raises:
         RuntimeError: one device does not work; nothing then says success.
@@ -29,6 +42,7 @@ def run_check() -> None:
         >>> fleet.utils.run_check()
         Running verify fleet program ...
         fleet works well on 1 CPU.
+        fleet works well on 2 processes of the CPU.
         fleet is installed successfully. You can start training with fleet now.
     """
     print("Running verify fleet program ...", flush=True)
@@ -37,25 +51,25 @@ def run_check() -> None:
     check_single(device)
     print(f"fleet works well on 1 {name}.", flush=True)
     if count > 1:
+        is_gpu = device.type == "cuda"
+        several = f"{count} GPUs" if is_gpu else f"{count} processes of the CPU"
         try:
-            check_parallel(count, "nccl" if device.type == "cuda" else "gloo")
+            check_parallel(count, "nccl" if is_gpu else "gloo")
         except Exception as error:  # noqa: BLE001 - whatever the devices or the network raise
+            causes = _GPU_CAUSES if is_gpu else _CPU_CAUSES
             warnings.warn(
-                f"fleet does not work on {count} {name}s together. Possible causes:\n"
-                f" 1. fewer than {count} {name}s can be used: check CUDA_VISIBLE_DEVICES;\n"
-                f" 2. some of the {name}s are busy or full: check nvidia-smi;\n"
-                " 3. NCCL is not installed correctly, or the devices cannot reach each other.\n"
+                f"fleet does not work on {several} together. Possible causes:\n{causes}\n"
                 f"The original error is: {error}",
                 stacklevel=2,
             )
             print(f"fleet is installed successfully ONLY for a single {name}.", flush=True)
             return
-        print(f"fleet works well on {count} {name}s.", flush=True)
+        print(f"fleet works well on {several}.", flush=True)
     print("fleet is installed successfully. You can start training with fleet now.", flush=True)
 
 
 def choose_devices() -> tuple[torch.device, int]:
-    """Returns the device to check and how many of its kind there are; prints the choice where it is not obvious.
+    """Returns the device to check and how many workers train together; prints the choice where it is not obvious.
 
     If torch was built for GPUs and cannot use one, it warns with the original error and returns the CPU.
     """
@@ -70,7 +84,7 @@ def choose_devices() -> tuple[torch.device, int]:
             stacklevel=3,
         )
         print("No GPU can be used: checking the CPU.", flush=True)
-    return torch.device("cpu"), 1
+    return torch.device("cpu"), _CPU_PROCESSES
 
 
 def _is_usable(kind: str) -> bool:
@@ -99,7 +113,8 @@ def check_single(device: torch.device) -> None:
     inputs = torch.ones(3, 2, device=device)
     _check_pass(layer, layer, inputs, "plain")
     try:
-        compiled = torch.compile(layer, backend="aot_eager")  # needs no C++ compiler
+        # This backend needs no C++ compiler, which a machine for training may lack.
+        compiled = torch.compile(layer, backend="aot_eager")
     except (ImportError, RuntimeError):
         return  # torch does not compile on this Python or platform; training does not need it
     _check_pass(compiled, layer, inputs, "compiled")
@@ -109,7 +124,8 @@ def _check_pass(run: Callable[..., Any], layer: nn.Linear, inputs: torch.Tensor,
     layer.zero_grad()
     output = run(inputs)
     output.sum().backward()
-    weight_grad, bias_grad = layer.weight.grad, layer.bias.grad
+    weight_grad = layer.weight.grad
+    bias_grad = layer.bias.grad
     right = (
         bool((output == 2 * _TIMES + 1).all())
         and weight_grad is not None
@@ -133,7 +149,20 @@ def check_parallel(count: int, backend: str, start_method: str = "spawn") -> Non
     """
     from fleet.parallel import spawn
 
-    spawn(_train_step, nprocs=count, backend=backend, start_method=start_method)
+    with _without_script():
+        spawn(_train_step, nprocs=count, backend=backend, start_method=start_method)
+
+
+@contextlib.contextmanager
+def _without_script() -> Iterator[None]:
+    """Keeps new processes from running the user's script, which may call run_check() outside of any function."""
+    main = sys.modules["__main__"].__dict__
+    kept = {name: main.get(name) for name in ("__file__", "__spec__")}
+    main.update(dict.fromkeys(kept))
+    try:
+        yield
+    finally:
+        main.update(kept)
 
 
 def _train_step() -> None:

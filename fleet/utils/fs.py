@@ -42,6 +42,7 @@ class LocalFS(FS):
         if not self.is_dir(fs_path):
             return [], []
         names = sorted(os.listdir(fs_path))
+        # isdir() follows links, so a link to a folder is listed as a folder.
         folders = [name for name in names if os.path.isdir(os.path.join(fs_path, name))]
         return folders, [name for name in names if name not in set(folders)]
 
@@ -65,6 +66,7 @@ class LocalFS(FS):
 
     def delete(self, fs_path: str) -> None:
         """Removes a file, a link (not its target), or a folder with its contents."""
+        # Links first: rmtree() refuses a link to a folder, and the target must stay.
         if os.path.islink(fs_path) or os.path.isfile(fs_path):
             os.unlink(fs_path)
         elif os.path.isdir(fs_path):
@@ -83,6 +85,7 @@ class LocalFS(FS):
     def mv(self, src_path: str, dst_path: str, overwrite: bool = False, test_exists: bool = False) -> None:
         """Moves ``src_path`` to the name ``dst_path``; the local disk always checks first, whatever ``test_exists``."""
         self._check_pair("mv", src_path, dst_path, overwrite)
+        # os.replace() overwrites a file, but no folder with contents.
         if overwrite and os.path.isdir(dst_path):
             self.delete(dst_path)
         os.replace(src_path, dst_path)
@@ -90,6 +93,7 @@ class LocalFS(FS):
     def upload(self, local_path: str, fs_path: str, multi_processes: int = 5, overwrite: bool = False) -> None:
         """Copies a file or folder to the name ``fs_path``, one after the other."""
         self._check_pair("upload", local_path, fs_path, overwrite)
+        # The old target goes first: copytree() refuses a folder that exists.
         if overwrite:
             self.delete(fs_path)
         if os.path.isdir(local_path):
@@ -110,6 +114,7 @@ class LocalFS(FS):
             raise FSFileNotExistsError(f"{call}({source!r}, ...): there is no such file or folder.")
         if self.is_exist(target) and not overwrite:
             raise FSFileExistsError(f"{call}(..., {target!r}): it exists. Pass overwrite=True to replace it.")
+        # With overwrite the target is deleted first, and here it would be the source itself.
         if os.path.realpath(source) == os.path.realpath(target):
             raise FSFileExistsError(f"{call}({source!r}, {target!r}): source and target are the same.")
 

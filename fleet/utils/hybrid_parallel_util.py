@@ -36,17 +36,18 @@ __all__ = [
     "obtain_optimizer_parameters_list",
     "unwrap_optimizer",
 ]
+# Paddle's default.
 _BUCKET_BYTES = 128 * 1024 * 1024
 
 
 def fused_allreduce_gradients(parameter_list: Iterable[Tensor], hcg: Any = None) -> None:
     """Adds up the gradients over the workers that hold the same parameters, and divides by the data-parallel ones.
 
-    Over ``sep`` the gradients are summed, because each worker's loss is a part already.
+    Over ``sep`` the gradients are summed, because each worker's loss covers only its tokens.
 
     Args:
         parameter_list: the parameters; those without a gradient are left out.
-        hcg: what ``fleet.get_hybrid_communicate_group()`` returns; ``None`` takes the mean over all workers.
+        hcg: the result of ``fleet.get_hybrid_communicate_group()``; ``None`` takes the mean over all workers.
 
     Raises:
         ConfigError: there is nobody to exchange with, or backward has exchanged these gradients over ``sep`` already.
@@ -65,6 +66,7 @@ def fused_allreduce_gradients(parameter_list: Iterable[Tensor], hcg: Any = None)
             "there is nothing to exchange. Leave the call out."
         )
     parameters = list(parameter_list)
+    # Only a sum counts gradients twice. The mean over equal gradients changes nothing, so dp needs no check.
     if hcg is not None and axes.size("sep") > 1:
         _check_local(parameters, axes.group("sep"))
     scale = 1 / group.size() if hcg is None else 1 / axes.size("dp")
@@ -77,12 +79,14 @@ def _check_local(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) 
     gradients = [local(p.grad) for p in parameters if p.grad is not None and not p.grad.is_sparse]
     if group is None or not gradients:
         return
+    # Equal gradients mean that backward has exchanged them; gradients that are all zero are equal without it.
     same = True
     for chunk in chunks(gradients):
         own = flattened(chunk)
         first = own.clone()
         dist.broadcast(first, group=group, group_src=0)
         same = same and torch.equal(own, first) and bool(own.any())
+    # All workers decide together, since a worker that raised alone would leave the others in the exchange.
     flag = torch.tensor([same], dtype=torch.int32, device=gradients[0].device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     if flag.item():
@@ -120,7 +124,7 @@ def broadcast_mp_parameters(model: nn.Module, hcg: Any = None, fuse_params: bool
 
     Args:
         model: the model.
-        hcg: accepted; the axis is that of the running job.
+        hcg: accepted; the axis of the running job counts.
         fuse_params: accepted; tensors travel in flat buffers.
     """
     _broadcast(whole_tensors(model), "mp")
@@ -165,7 +169,7 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[tuple[A
     """Copies the tensors of the first worker of the mp axis over those of the others, in place; returns the inputs.
 
     Args:
-        hcg: accepted; the axis is that of the running job.
+        hcg: accepted; the axis of the running job counts.
         inputs: tensors in tuples, lists and dictionaries; values of other kinds are left as they are.
         kwargs: the same by name.
 
@@ -175,6 +179,7 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[tuple[A
     group = _axes("broadcast_input_data").group("mp")
     if group is None:
         return inputs, kwargs
+    # Forms first: an exchange of tensors of other sizes would abort or wait for ever.
     check_forms((inputs, kwargs), group, values=True)
     made, differed = first_workers((inputs, kwargs), group, compares=True)
     if differed:
@@ -197,10 +202,11 @@ def unwrap_optimizer(optimizer: Any, optimizer_instances: type | Sequence[type] 
     """Returns the optimizer inside ``optimizer``.
 
     Args:
-        optimizer: an optimizer, perhaps one that ``fleet.distributed_optimizer`` returned.
+        optimizer: an optimizer, also a result of ``fleet.distributed_optimizer``.
         optimizer_instances: the classes of the wrappers to take off; none takes off all of this package's.
     """
     kinds: Any = tuple(optimizer_instances) if isinstance(optimizer_instances, Sequence) else optimizer_instances
+    # Wrappers nest: every option that acts in the optimizer adds one.
     while isinstance(optimizer, kinds or OptimizerWrapper) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

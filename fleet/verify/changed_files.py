@@ -36,7 +36,9 @@ class ChangedFiles:
     """
 
     def __init__(self, run: Path, has_begun: Callable[[], bool], failed: Callable[[str], None]) -> None:
-        self._run, self._has_begun, self._failed = os.path.realpath(run), has_begun, failed
+        self._run = os.path.realpath(run)
+        self._has_begun = has_begun
+        self._failed = failed
         self._kept = Path(self._run, "before")
         self._known: set[str] = set()
         self._thread = threading.local()
@@ -46,6 +48,8 @@ class ChangedFiles:
         import torch
 
         self._kept.mkdir(exist_ok=True)
+        # tempfile looks for its folder by writing a file, under a lock that its first name in a process needs, too.
+        os.rmdir(tempfile.mkdtemp(dir=self._kept))
         sys.addaudithook(self._heard)
         torch.save = self._saving(torch.save, 1)
         try:

@@ -2,64 +2,124 @@
 
 [Note: Draws]
 One process that trains on the samples of N workers cannot draw what they drew: the numbers fall differently. So every
-draw that the training loop makes (masks of dropout, noise) is written down by each worker, and the single process gets
-them joined along the dimension in which its own draw is larger. A draw in a backward pass repeats one of the forward
-pass (recomputation): it is not counted, and the single process finds it by the state of the generator.
+draw that the training loop makes (masks of dropout, noise, rows of a batch) is written down by each worker, and the
+single process gets them joined. A draw in a backward pass repeats one of the forward pass (recomputation): it is not
+counted, and the single process finds it by the state of the generator. Draws without gradients (latents of a frozen
+encoder, targets) are counted apart, so that an evaluation by one worker alone moves no draw of the training.
+
+The loop begins with the first batch of a DataLoader. A script without one draws its batches, often one before its
+loop: there it begins with the last optimizer that is made before a model is trained.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
+from fleet.verify.draw_joins import PERMUTATIONS, drawn_as, joined, tensor_of
+from fleet.verify.record_files import RecordFile, read_record
 from fleet.verify.tensor_digest import content
 from fleet.verify.tensor_files import load_tensors, save_tensors
+from fleet.verify.user_lines import user_site
 
-_MAKERS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial")
+_MAKERS = (
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial",
+    "randperm",
+)  # fmt: skip
 _FILLERS = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
-_Read = Callable[[int], dict[str, Tensor]]
+_NUMPY = (
+    "rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal", "beta", "gamma", "exponential",
+    "dirichlet", "binomial", "poisson", "randint", "choice", "permutation",
+)  # fmt: skip
+_GENERATORS = ("integers", "random", "uniform", "normal", "standard_normal", "beta", "choice", "permutation")  # numpy's
+_PYTHON = ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")
+_PICKERS = ("choice", "choices", "sample")  # of Python's random
+_SHARED = ("randperm", "numpy.random.randint", "numpy.random.choice", "numpy.random.permutation")  # may well be equal
+_BEGUN = "begun"
+_MOST_WITHOUT_GRADIENTS = 64  # of one kind before an update; an evaluation may draw any number
+_MOST_PERMUTATIONS = 64  # that are noted of one process
+_COMPARED = 4096  # numbers of a permutation
+_Drawn = TypeVar("_Drawn")
 
 
 class Draws:
     """Counts the draws between two updates; writes them down, or replaces them.
 
     ``active`` is False outside the training loop. ``sources`` are the folders of the workers' records, in the order of
-    their samples: with them, draws are replaced. ``own`` holds what a worker drew from the global generator since the
-    last update, for its own samples. ``unequal`` lists draws that could not be replaced.
+    their samples: with them, draws are replaced, joined or, where ``in_turn``, one worker's after the other's. With
+    ``alike``, the folder of worker 0's record in an earlier run, single numbers are those of that run. ``own`` holds
+    what a worker drew from the global generator since the last update, for its own samples. ``unequal`` lists draws
+    that could not be replaced, and ``numbers`` those of them that give each worker a number of its own.
     """
 
-    def __init__(self, folder: Path, sources: Sequence[Path] = ()) -> None:
-        self.folder, self.sources = folder, list(sources)
+    def __init__(
+        self, folder: Path, sources: Sequence[Path] = (), *, in_turn: bool = False, alike: Path | None = None
+    ) -> None:
+        self.folder = folder
+        self.sources = list(sources)
         self.active = False
         self.window = 0
         self.own: list[str] = []
         self.unequal: list[str] = []
+        self.numbers: list[str] = []
+        self._grows = bool(sources) and not any(read_record(source, "batch") for source in sources)
+        self._read = self.sources or ([alike] if alike is not None else [])
+        self._turns = _in_turn(self.sources) if in_turn else None
+        self._begun = 0
         self._made: dict[str, Tensor] = {}
-        self._number = 0
+        self._counts: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
         self._known: list[dict[str, Tensor]] = []
         self._known_window = -1
         self._by_state: dict[str, Tensor] = {}
         self._inside = False
+        self._permutations = 0
+
+    def begin(self) -> None:
+        """Begins the training loop, anew where it had begun: what was drawn before is none of it."""
+        self._begun += 1
+        self._counts.clear()
+        self._made = {}
+        self.own = []
+        if not self.sources:
+            self.active = True
+        elif self._grows:
+            known = load_tensors(path) if (path := self.sources[0] / "draws0.npz").exists() else {}
+            self.active = _BEGUN in known and self._begun >= int(known[_BEGUN])
 
     def next_window(self) -> None:
         """Starts a new window after an update, and writes the draws of the last one."""
-        if self._made and not self.sources:
-            save_tensors(self.folder / f"draws{self.window}.npz", self._made)
+        begun = {_BEGUN: torch.tensor(self._begun)} if self.window == 0 and self._begun else {}
+        if (self._made or begun) and not self.sources:
+            save_tensors(self.folder / f"draws{self.window}.npz", self._made | begun)
         self.window += 1
-        self._number, self._made, self.own = 0, {}, []
+        self._counts.clear()
+        self._made = {}
+        self.own = []
         self._by_state.clear()
 
-    def counted(self, name: str, draw: Callable[[], Tensor], own: bool = False) -> Tensor:
+    def counted(self, name: str, draw: Callable[[], _Drawn], own: bool = False) -> _Drawn:
         """Returns what ``draw`` returns, written down or replaced; ``own`` ones come from the global generator."""
-        if not self.active or self._inside or not torch.is_grad_enabled() or get_worker_info() is not None:
+        if name in PERMUTATIONS and not self._inside and get_worker_info() is None:
+            draw = partial(self._permuted, name, draw)
+        if not self.active or self._inside or get_worker_info() is not None:
+            return draw()
+        trains = torch.is_grad_enabled()
+        label = name if trains else f"{name} without gradients"  # one worker alone may evaluate
+        if not trains and self._counts[label] >= _MOST_WITHOUT_GRADIENTS:
             return draw()
         again = torch._C._current_graph_task_id() != -1
         state = content(torch.get_rng_state()) if self.sources else ""
@@ -68,59 +128,137 @@ class Draws:
             drawn = draw()
         finally:
             self._inside = False
-        if not isinstance(drawn, Tensor) or drawn.is_meta:
+        value = tensor_of(drawn)
+        if value is None:
             return drawn
+        repeated: Any = self._by_state.get(f"{state} {tuple(value.shape)}")
         if again:
-            return self._by_state.get(f"{state} {tuple(drawn.shape)}", drawn)
-        key = f"{self._number} {name}"
-        self._number += 1
+            return drawn if repeated is None else repeated
+        key = f"{self._counts[label]} {label}"
+        self._counts[label] += 1
+        found = self._replaced(key, value) if self._read else None
         if not self.sources:
-            self._made[key] = drawn.detach().clone()
-            if own and drawn.numel() >= 16:
-                self.own.append(content(drawn))
+            self._made[key] = (value if found is None else found).detach().clone()
+            if own and trains and value.numel() >= 16 and name not in _SHARED:
+                self.own.append(content(value))
+        if found is None:
             return drawn
-        found = self._joined(key, drawn)
-        if found is not None:
-            self._by_state[f"{state} {tuple(drawn.shape)}"] = found
-        return drawn if found is None else found
+        self._by_state[f"{state} {tuple(value.shape)}"] = found
+        replaced: _Drawn = drawn_as(drawn, found)
+        return replaced
 
-    def _joined(self, key: str, drawn: Tensor) -> Tensor | None:
+    def _permuted(self, name: str, draw: Callable[[], _Drawn]) -> _Drawn:
+        """Returns what ``draw`` returns; a worker notes its line, also where a DataLoader draws it."""
+        drawn = draw()
+        value = tensor_of(drawn)
+        if value is not None and value.ndim and not self.sources and self._permutations < _MOST_PERMUTATIONS:
+            self._permutations += 1
+            record = RecordFile(self.folder)
+            begins = content(value[:_COMPARED])
+            record.write("permutation", name=name, where=user_site(), n=len(value), content=begins)
+            record.close()
+        return drawn
+
+    def _replaced(self, key: str, wanted: Tensor) -> Tensor | None:
+        """Returns what this process gets for a draw; ``None`` where it keeps its own."""
+        label = key.partition(" ")[2]
+        name, _, evaluates = label.partition(" ")
+        if self._turns is not None:
+            turn = self._turns[label][self._taken[label] :][:1]
+            self._taken[label] += 1
+            parts: list[Tensor | None] = [*turn] or [None]
+        else:
+            parts = [known.get(key) for known in self._known_now()]
+        given = [part.to(wanted.dtype) for part in parts if part is not None]
+        if not self.sources:  # a worker takes single numbers alone
+            return given[0] if given and given[0].numel() == wanted.numel() == 1 else None
+        found = joined(name, wanted, given, grows=self._grows) if len(given) == len(parts) else None
+        if found is None and not evaluates and len(self.unequal) < 20:
+            self.unequal.append(name)
+            if len(given) == len(parts) and wanted.numel() == 1:
+                self.numbers.append(name)
+        return found
+
+    def _known_now(self) -> list[dict[str, Tensor]]:
+        """Returns what the workers drew up to the update that follows."""
         if self._known_window != self.window:
-            paths = [source / f"draws{self.window}.npz" for source in self.sources]
+            paths = [source / f"draws{self.window}.npz" for source in self._read]
             self._known = [load_tensors(path) if path.exists() else {} for path in paths]
             self._known_window = self.window
-        parts = [known.get(key) for known in self._known]
-        if any(part is None or part.ndim != drawn.ndim for part in parts):
-            self._miss(key)
-            return None
-        tensors = [part.to(drawn.dtype) for part in parts if part is not None]
-        if all(t.shape == drawn.shape for t in tensors):
-            if all(torch.equal(t, tensors[0]) for t in tensors):
-                return tensors[0]
-            self._miss(key)
-            return None
-        for axis in range(drawn.ndim):
-            sizes = [t.shape[:axis] + t.shape[axis + 1 :] for t in tensors]
-            rest = drawn.shape[:axis] + drawn.shape[axis + 1 :]
-            if all(s == rest for s in sizes) and sum(t.shape[axis] for t in tensors) == drawn.shape[axis]:
-                return torch.cat(tensors, axis)
-        self._miss(key)
-        return None
+        return self._known
 
-    def _miss(self, key: str) -> None:
-        if len(self.unequal) < 20:
-            self.unequal.append(key.partition(" ")[2])
+
+def _in_turn(sources: Sequence[Path]) -> defaultdict[str, list[Tensor]]:
+    """Returns the draws of each name in the order in which one process makes them: the workers' first, their second."""
+    of_each: list[defaultdict[str, list[Tensor]]] = []
+    for source in sources:
+        of_each.append(defaultdict(list))
+        for path in sorted(source.glob("draws*.npz"), key=lambda path: int(path.stem.removeprefix("draws"))):
+            for key, value in load_tensors(path).items():
+                of_each[-1][key.partition(" ")[2]].append(value)
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for name in of_each[0]:
+        found[name] = list(chain.from_iterable(zip(*(drawn[name] for drawn in of_each), strict=False)))
+    return found
 
 
 def install_draws(draws: Draws) -> None:
-    """Makes torch's functions that draw random numbers go through ``draws``, in this process."""
+    """Makes the functions of torch, numpy and Python that draw random numbers go through ``draws``, in this process."""
     for name in _MAKERS:
         setattr(torch, name, _maker(draws, name, getattr(torch, name)))
+    for module, names in ((np.random, _NUMPY), (random, _PYTHON)):
+        for name in names:
+            made = _outside_torch(draws, f"{module.__name__}.{name}", getattr(module, name))
+            setattr(module, name, made)
+    for name in _PICKERS:
+        setattr(random, name, _picker(draws, f"random.{name}", getattr(random, name)))
+    np.random.default_rng = _generators(draws, np.random.default_rng)
     for name in _FILLERS:
         setattr(Tensor, name, _filler(draws, name, getattr(Tensor, name)))
     for name, spread in (("dropout", 0), ("dropout1d", 1), ("dropout2d", 2), ("dropout3d", 3)):
         setattr(functional, name, _dropout(draws, spread, getattr(functional, name)))
     functional.scaled_dot_product_attention = _attention(draws, functional.scaled_dot_product_attention)
+
+
+def _outside_torch(draws: Draws, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of numpy or ``random``; other threads than that of the training loop are left alone."""
+
+    @wraps(original)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return original(*args, **kwargs)
+        return draws.counted(name, lambda: original(*args, **kwargs), own=name.startswith("numpy"))
+
+    return drawn
+
+
+def _picker(draws: Draws, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of ``random`` that picks from a sequence; what it draws are the places."""
+    places = _outside_torch(draws, name, original)
+
+    @wraps(original)
+    def picked(population: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("counts") is not None or not hasattr(population, "__getitem__"):
+            return original(population, *args, **kwargs)
+        found = places(range(len(population)), *args, **kwargs)
+        return [population[i] for i in found] if isinstance(found, list) else population[found]
+
+    return picked
+
+
+def _generators(draws: Draws, original: Callable[..., np.random.Generator]) -> Callable[..., np.random.Generator]:
+    """Returns numpy's maker of generators, whose draws then count as those of numpy's global one."""
+    own: dict[str, Any] = {
+        name: _outside_torch(draws, f"generator.{name}", getattr(np.random.Generator, name)) for name in _GENERATORS
+    }
+    kind = type("Generator", (np.random.Generator,), own)
+
+    @wraps(original)
+    def made(seed: Any = None) -> np.random.Generator:
+        found = original(seed)
+        return found if isinstance(found, kind) else kind(found.bit_generator)
+
+    return made
 
 
 def _maker(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+
+from fleet.verify.tensor_digest import content
+from fleet.verify.user_lines import user_site
 
 
 def generator_states() -> dict[str, Any]:
@@ -39,3 +43,49 @@ def kept_states() -> Iterator[dict[str, Any]]:
         yield states
     finally:
         set_states(states)
+
+
+def watch_reseeding(tell: Callable[[str], None]) -> None:
+    """Tells ``tell`` the user's line where torch's seed comes from the system after the script had given one.
+
+    A seed or a state that is given later takes its place: then ``tell`` is told ``""``.
+    """
+    given = False
+    of_the_system: set[str] = set()  # states that were read since the system gave the seed
+    seed, give_seed = torch.random.seed, torch.random.manual_seed
+    read, give_state = torch.random.get_rng_state, torch.random.set_rng_state
+    is_reseeded = False
+
+    def told(*, reseeded: bool) -> None:
+        nonlocal is_reseeded
+        if reseeded != is_reseeded:
+            is_reseeded = reseeded
+            tell(user_site() if reseeded else "")
+
+    @wraps(seed)
+    def seeded() -> int:
+        told(reseeded=given)
+        return seed()
+
+    @wraps(give_seed)
+    def seed_given(*args: Any, **kwargs: Any) -> torch.Generator:
+        nonlocal given
+        given = True
+        told(reseeded=False)
+        return give_seed(*args, **kwargs)
+
+    @wraps(read)
+    def state_read() -> torch.Tensor:
+        state = read()
+        if is_reseeded:
+            of_the_system.add(content(state))
+        return state
+
+    @wraps(give_state)
+    def state_given(new_state: torch.Tensor) -> None:
+        told(reseeded=content(new_state) in of_the_system)
+        give_state(new_state)
+
+    for call in (seeded, seed_given, state_read, state_given):
+        for module in (torch, torch.random):
+            setattr(module, call.__name__, call)

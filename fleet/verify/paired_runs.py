@@ -32,7 +32,10 @@ _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
-    """What to run: the script with its arguments, the updates to make, the seconds a run may take."""
+    """What to run: the script with its arguments, the updates to make, the seconds a run may take.
+
+    ``text`` is run in place of what the file holds, and only tried: see ``tried_script``.
+    """
 
     script: Path
     arguments: tuple[str, ...] = ()
@@ -40,6 +43,7 @@ class VerifyRequest:
     steps: int = 6
     strategy: str = ""
     timeout_s: float = 300.0
+    text: str = ""
 
 
 @dataclass(kw_only=True)
@@ -87,23 +91,28 @@ def start_run(
     workers: int,
     *,
     sources: Sequence[Path] = (),
-    rates: dict[str, list[float]] | None = None,
+    scheduled: dict[str, list[dict[str, Any]]] | None = None,
     synced: bool = False,
     noise: float = 0.0,
     beside: Run | None = None,
+    in_turn: bool = False,
+    alike: Run | None = None,
 ) -> Run:
     """Runs the script as ``workers`` processes and returns when all have ended, wait for each other, or are late.
 
-    ``sources`` are the folders of the workers' records that one process replays, ``rates`` the learning rates that it
-    takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``, relative; it
-    ends where that has led it far away from the run ``beside``.
+    ``sources`` are the folders of the workers' records that one process replays, ``scheduled`` the learning rates and
+    momenta that it takes; ``synced`` computes batch norm over all rows. Each of its gradients is changed by ``noise``,
+    relative; it ends where that has led it far away from the run ``beside``. ``in_turn`` gives it the workers' batches
+    and draws one after the other. All workers draw the single numbers that worker 0 had in the run ``alike``.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True)
     began = time.perf_counter()
     run = Run(folder=folder)
     place = _own_folder(Path.cwd(), folder / "cwd")
-    shared = {"place": str(place), "rates": rates or {}, "synced": synced, "noise": noise}
+    shared = {"place": str(place), "scheduled": scheduled or {}, "synced": synced, "noise": noise}
+    shared |= {"in_turn": in_turn, "alike": str(alike.folder / "rank0") if alike is not None else ""}
+    shared["replicas"] = 1 if in_turn else len(sources)
     shared["beside"] = str(beside.folder / "rank0") if beside is not None else ""
     processes = [
         start({**_plan(request, folder, rank, sources), **shared, "environment": environment})
@@ -128,13 +137,12 @@ def _plan(request: VerifyRequest, folder: Path, rank: int, sources: Sequence[Pat
     return {
         "script": str(request.script),
         "arguments": [_reaching(argument) for argument in request.arguments],
-        "initial": str(sources[0] / "initial.npz") if sources else "",
         "folder": str(folder / f"rank{rank}"),
         "rank": rank,
         "steps": request.steps,
+        "text": request.text,
         "strategy": request.strategy,
         "sources": [str(source) for source in sources],
-        "replicas": len(sources),
         "go": str(folder / "go"),
         "log": str(folder / f"rank{rank}.log"),
     }
@@ -153,14 +161,20 @@ def _environments(workers: int) -> list[dict[str, str]]:
 def _own_folder(folder: Path, made: Path) -> Path:
     """Returns a folder with links to all that is in ``folder``: what one run writes there, the next does not find.
 
-    A folder with very many entries is returned as it is.
+    It stands in folders like the two around ``folder``, so that "../data" is found. One with very many entries is
+    returned as it is.
     """
-    entries = list(folder.iterdir())
-    if len(entries) > _MOST_ENTRIES:
+    if len(os.listdir(folder)) > _MOST_ENTRIES:
         return folder
-    made.mkdir()
-    for entry in entries:
-        (made / entry.name).symlink_to(entry)
+    for place in (*reversed(folder.parents[:2]), folder):
+        made = made / place.name
+        made.mkdir(parents=True)
+        inside = "" if place == folder else folder.relative_to(place).parts[0]
+        with suppress(OSError):  # a folder above may be closed to this user
+            names = os.listdir(place)
+            for name in names if len(names) <= _MOST_ENTRIES else ():
+                if name != inside and not made.is_relative_to(place / name):
+                    (made / name).symlink_to(place / name)
     return made
 
 
@@ -240,6 +254,7 @@ def _watch(run: Run, processes: Sequence[int], timeout_s: float) -> None:
             spent = _used(processes)
             waiting = [i for i, finished in enumerate(over) if not finished]
             idle = all(spent[i] - used[i] < _STILL_SHARE * (now - still_since) for i in waiting)
+            idle = idle and not any(_is_ready(processes[i]) for i in waiting)
             stacks = _stacks(run, processes, over) if idle else {}
             if idle and all(_is_waiting(stacks.get(i, [])) for i in waiting):
                 run.stuck, run.stacks = True, stacks
@@ -265,6 +280,11 @@ def _used(processes: Sequence[int]) -> list[float]:
 
 def _has_ended(process: int) -> bool:
     return _facts(process)[0] in "ZX"
+
+
+def _is_ready(process: int) -> bool:
+    """Returns whether a process would go on if it had a core or its disk: on a busy machine it may get next to none."""
+    return _facts(process)[0] in "RD"
 
 
 def _facts(process: int) -> list[str]:

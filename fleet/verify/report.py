@@ -21,6 +21,7 @@ CAUSES = (
     "buffer-not-synchronised",
     "collective-on-one-rank",
     "learning-rate-scaled-twice",
+    "model-in-evaluation-mode",
     "option-changed-nothing",
     "samples-left-out",
     "samples-seen-twice",
@@ -67,8 +68,12 @@ class Finding:
 class Report:
     """The result of one comparison; the first finding is the first difference.
 
+    ``warnings`` make no number wrong, and leave the outcome as it is.
+
     ``per_step`` has a row for each update: ``step``, ``loss_one``, ``loss_many``, and the largest relative differences
-    ``outputs``, ``gradients`` and ``parameters`` (``None`` where nothing was compared). Times are seconds.
+    ``outputs``, ``gradients`` and ``parameters`` (``None`` where nothing was compared). ``first`` has a row for each
+    tensor that the first difference was found among: ``tensor``, and the norms ``expected`` and ``received``. ``about``
+    says what was run: script, command, date, versions. Times are seconds.
     """
 
     outcome: Outcome
@@ -76,10 +81,13 @@ class Report:
     workers: int
     tolerance: dict[str, Any]
     findings: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     per_step: list[dict[str, Any]] = field(default_factory=list)
+    first: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

@@ -12,10 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from fleet.job.broken_exchange import lost_a_peer
-from fleet.verify.data_findings import data_findings, data_notes
+from fleet.verify.data_findings import data_findings, data_notes, have_same_inputs
+from fleet.verify.hand_division import HandDivision, hand_division, mark_parts
+from fleet.verify.incomparable_runs import (
+    DIVIDED_DROPOUT,
+    NotComparable,
+    error_of,
+    foreign_inputs_reason,
+    gathering_reason,
+    no_update_reason,
+    places,
+    unequal_draws_reason,
+)
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, Starter, VerifyRequest, process_starter, start_run
 from fleet.verify.report import Finding, Outcome, Report
+from fleet.verify.user_lines import with_line
 from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
 from fleet.verify.worker_findings import worker_findings
 
@@ -29,20 +41,28 @@ _HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
 
+_AGAIN = {
+    "one_copy": " again, with the samples of one worker, as the workers make up one model",
+    "one_alike": " again, with worker 0's single numbers",
+    "in_turn": " again, with the workers' batches one after the other",
+    "rounding": " again, with rounding errors in its gradients",
+}  # what a further run is for
+
 _RunAlone = Callable[[str, float, Run | None], Run]  # name of the run, noise in its gradients, what it is compared with
 
 
-class _NotComparable(Exception):
-    """The two runs cannot be compared; the text says why."""
+def compare_runs(
+    request: VerifyRequest, keep: Path | None = None, say: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Returns the report on a script; the records go to ``keep``, or to a folder that is deleted again.
 
-
-def compare_runs(request: VerifyRequest, keep: Path | None = None) -> Report:
-    """Returns the report on a script; the records go to ``keep``, or to a folder that is deleted again."""
+    ``say`` is told of each run that begins.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fleet-verify-")) if keep is None else keep
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with process_starter(folder) as start:
-            return _Judge(request, folder, start).report()
+            return _Judge(request, folder, start, say).report()
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -51,15 +71,23 @@ def compare_runs(request: VerifyRequest, keep: Path | None = None) -> Report:
 class _Judge:
     """Makes the runs one after the other, each only where the one before leaves the question open."""
 
-    def __init__(self, request: VerifyRequest, folder: Path, start: Starter) -> None:
-        self.request, self.folder, self.start = request, folder, start
+    def __init__(
+        self, request: VerifyRequest, folder: Path, start: Starter, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.request = request
+        self.folder = folder
+        self.start = start
+        self._say = say
         self.notes: list[str] = []
         self.timings: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
+        self.first: list[dict[str, Any]] = []
         self.findings: list[Finding] = []
+        self.warnings: list[Finding] = []
         self.tolerance = Tolerance(2.0**-23, "float32, the order of sums")
         self.options: dict[str, Any] = {}
         self.steps = 0
+        self._alike: Run | None = None  # whose single numbers all workers were given
 
     def report(self) -> Report:
         """Returns the report; makes up to three runs."""
@@ -67,7 +95,7 @@ class _Judge:
         try:
             self._judge()
             outcome: Outcome = "differs" if self.findings else "equal"
-        except _NotComparable as reason:
+        except NotComparable as reason:
             outcome = "differs" if self.findings else "not_comparable"
             self.notes.insert(0, str(reason))
         self.timings["all_s"] = time.perf_counter() - began
@@ -78,89 +106,198 @@ class _Judge:
             workers=self.request.workers,
             tolerance=tolerance,
             findings=self.findings,
+            warnings=self.warnings,
             notes=list(dict.fromkeys(self.notes)),
             timings=self.timings,
             options=self.options,
             per_step=self.rows,
+            first=self.first if self.findings and self.findings[0].tensor.startswith("gradient of ") else [],
         )
 
     def _judge(self) -> None:
-        many = start_run(self.start, self.request, self.folder / "many", self.request.workers)
-        self._note_run("workers", many)
-        if many.late:
-            raise _NotComparable(self._late(many))
-        stopped = waiting_findings(many)
-        if stopped:
-            self.findings = stopped
+        many = self._run_workers("workers")
+        if self.findings:
             return
-        self._need_end(many)
         job = self._job(many)
+        self._need_job(job)
         ranks = _one_of_each_copy(many)
         self._choose_tolerance(many, job)
         self.options = _described(many.options, self.tolerance)
-        sources = [many.folder / f"rank{rank}" for rank in ranks]
+        one = self._run_alone(many, "one_process")
+        self._need_one(one, job)
+        if one.end(0).get("own_numbers"):
+            many = self._run_alike(many, one, ranks)
+            one = self._run_alone(many, "one_alike")
+            self._need_one(one, job)
+        division = None
+        if not job["parts"] and job["engine"] != "fleet" and len(ranks) > 1:  # Fleet's options divide, and say so
+            division = hand_division(many, one, ranks)
+        if division is not None:
+            self._compare_divided(many, one, ranks, job, division)
+            return
+        in_turn = not job["parts"] and _takes_turns(many, one, ranks)  # stages count passes of their own
+        if in_turn:
+            one = self._run_alone(many, "in_turn", in_turn=True)
+            self._need_one(one, job)
+            self.notes.append(
+                f"One process takes {len(ranks)} times as many batches for an update as each worker; it was given the "
+                "batches and draws of the workers one after the other."
+            )
+        self._compare(many, one, ranks, job, partial(self._run_alone, many, in_turn=in_turn))
 
-        def run_alone(name: str, noise: float = 0.0, beside: Run | None = None) -> Run:
-            made = start_run(
-                self.start, self.request, self.folder / name, 1, sources=sources, rates=_rates(many),
-                synced=_synced(many, job), noise=noise, beside=beside,
-            )  # fmt: skip
-            self._note_run(name, made)
-            return made
+    def _compare_divided(
+        self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], division: HandDivision
+    ) -> None:
+        """Compares a model that the script divides by hand: losses, gradients and parameters, of parts their norms."""
+        run_alone = self._run_alone
+        if division.is_one_copy:
+            run_alone = partial(run_alone, ranks=ranks[:1])
+            one = run_alone(many, "one_copy")
+            self._need_one(one, job)
+        mark_parts(many, one, division)
+        parts = ", ".join(sorted(division.parts | division.elsewhere)[:4])
+        self.notes.append(
+            f"The script divides the model among the workers by hand ({parts or 'each has modules of its own'}): its "
+            "modules are not compared, and of what each worker has a part of, the norm is."
+        )
+        self._compare(many, one, ranks, job, partial(run_alone, many), division)
 
-        one = run_alone("one_process")
-        self._need_one(one)
-        self._compare(many, one, ranks, job, run_alone)
+    def _run_workers(self, name: str, alike: Run | None = None) -> Run:
+        """Returns a run of the workers that came to its end; where it did not, there are findings."""
+        folder = self.folder / ("many" if alike is None else name)
+        again = "" if alike is None else " again, with worker 0's single numbers"
+        self._say(f"{self.request.workers} workers train{again}")
+        many = start_run(self.start, self.request, folder, self.request.workers, alike=alike)
+        self._note_run(name, many)
+        if many.late:
+            raise NotComparable(self._late(many))
+        self.findings = waiting_findings(many)
+        if not self.findings:
+            self._need_end(many)
+        return many
 
-    def _compare(self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: _RunAlone) -> None:
+    def _run_alike(self, many: Run, one: Run, ranks: Sequence[int]) -> Run:
+        """Returns a run in which all workers draw worker 0's single numbers, of which one process has one as well."""
+        names = ", ".join(dict.fromkeys(one.end(0)["own_numbers"]))
+        self._alike = many
+        made = self._run_workers("alike", many)
+        if self.findings or (have_same_inputs(made, ranks) and not have_same_inputs(many, ranks)):
+            self.findings = []
+            raise NotComparable(
+                f"Each worker draws single numbers of its own with {names}, which choose its batches: one process "
+                "cannot be given what the workers had. Draw all numbers of a batch in one call, or use a DataLoader."
+            )
+        self.notes.append(
+            f"Each worker draws single numbers of its own with {names}; for the comparison all were given worker 0's."
+        )
+        return made
+
+    def _run_alone(
+        self,
+        many: Run,
+        name: str,
+        noise: float = 0.0,
+        beside: Run | None = None,
+        *,
+        in_turn: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> Run:
+        """Returns a run of one process, which is given what ``ranks`` had; None: one worker of each copy."""
+        self._say(f"one process trains{_AGAIN.get(name, '')}")
+        made = start_run(
+            self.start, self.request, self.folder / name, 1,
+            sources=[many.folder / f"rank{rank}" for rank in ranks or _one_of_each_copy(many)],
+            scheduled=_scheduled(many), synced=_synced(many, self._job(many)),
+            noise=noise, beside=beside, in_turn=in_turn,
+        )  # fmt: skip
+        self._note_run(name, made)
+        return made
+
+    def _compare(
+        self,
+        many: Run,
+        one: Run,
+        ranks: Sequence[int],
+        job: dict[str, Any],
+        run_alone: _RunAlone,
+        division: HandDivision | None = None,
+    ) -> None:
         local = [name for name in _LOCAL if name in job["plan"]]
         parts = bool(job["parts"])
-        found = data_findings(many, one, ranks)
+        readers = ranks[:1] if division is not None and division.is_one_copy else ranks
+        found = data_findings(many, one, readers)
         found += uneven_steps(many)
         if not found and any(not data["equal"] for data in one.of_kind(0, "data")):
             found += self._again(many)
-        found += worker_findings(many, one, ranks, parts=parts, local=bool(local))
+        found += worker_findings(many, one, ranks, parts=parts, local=bool(local), readers=len(readers))
         found += _idle_options(job)
         self.notes += [note for note in job["notes"] if "changes nothing" in note]
         self.notes += data_notes(many, ranks)
         self.notes += [f"{name}: {_LOCAL[name]}. By design this differs from one process after the first update; until "
                        "then it was compared." for name in local]  # fmt: skip
-        if parts and not found and "dropout" in (one.end(0).get("unequal_draws") or []):
-            raise _NotComparable(
-                "The model has dropout and is divided among the workers: one process cannot be given the masks of its "
-                "parts. Set the rates of dropout to 0 to compare the rest."
-            )
-        numbers = self._compare_numbers(many, one, ranks, job, None if found else run_alone)
+        if (parts or division) and not found and "dropout" in (one.end(0).get("unequal_draws") or []):
+            raise NotComparable(DIVIDED_DROPOUT)
+        # Equal masks make no number wrong: the mean of the gradients stays what it is, and only varies more.
+        seeds = [finding for finding in found if finding.cause == "dropout-seeded-alike"]
+        found = [finding for finding in found if finding not in seeds]
+        numbers = self._compare_numbers(many, one, ranks, job, None if found else run_alone, division)
         self._note_equal_things(many, one, ranks)
         foreign = bool(numbers.foreign_inputs)
         if foreign and not found:
             found += self._again(many)
-        seeds = [finding for finding in found if finding.cause == "dropout-seeded-alike"]
-        # Equal masks make no other number wrong, so what the numbers say comes first, and is looked at in any case.
-        self.findings = numbers.findings + seeds if len(seeds) == len(found) else found
-        if seeds and len(self.findings) == len(seeds) and numbers.matched:
-            self.notes.insert(0, f"Apart from these draws, the updates agree with one process, {self.tolerance.why}.")
+        if job.get("seeded_by"):  # no mistake of the script
+            self.notes += [f"{job['seeded_by']} seeds the workers alike. {finding.sentence}" for finding in seeds]
+            seeds = []
+        self.warnings = [with_line(finding, many, ranks) for finding in seeds]
+        self.findings = [with_line(finding, many, ranks) for finding in found or numbers.findings]
         self.steps = numbers.compared
-        if not self.findings and foreign:
-            raise _NotComparable(
-                f"The inputs of {numbers.foreign_inputs} differ between the runs: they do not come from a torch "
-                "DataLoader (the script draws or reads its batches itself), and one process cannot be given what the "
-                "workers had."
+        self._need_comparable(many, one, numbers, is_explained=bool(found))
+
+    def _need_comparable(self, many: Run, one: Run, numbers: Comparison, is_explained: bool) -> None:
+        """Raises NotComparable where the numbers could not be alike; then a difference of theirs is no finding."""
+        call = gathering_reason(many, numbers)
+        if call and not is_explained:
+            self.findings = []
+            raise NotComparable(call)
+        masks = unequal_draws_reason(one, self.findings)
+        if masks and not is_explained:
+            self.findings = []
+            raise NotComparable(masks)
+        unexplained = [finding for finding in self.findings if finding.cause == "unknown"]
+        others = any(finding.tensor == "output" for finding in unexplained)
+        if one.of_kind(0, "padded") and unexplained and (others or unexplained == self.findings):
+            self.findings = []
+            raise NotComparable(
+                "Each worker pads its batches to its own longest sample and one process to the longest of all, and "
+                "what the model makes of a sample depends on how far it is padded. Mask the padding in the model, or "
+                "pad all batches to one length, to compare them."
             )
+        if not self.findings and numbers.foreign_inputs:
+            raise NotComparable(foreign_inputs_reason(many, _one_of_each_copy(many), numbers.foreign_inputs))
         if not self.findings and not numbers.matched:
-            raise _NotComparable(_nothing(many))
+            raise NotComparable(no_update_reason(many))
 
     def _compare_numbers(
-        self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], run_alone: _RunAlone | None
+        self,
+        many: Run,
+        one: Run,
+        ranks: Sequence[int],
+        job: dict[str, Any],
+        run_alone: _RunAlone | None,
+        division: HandDivision | None,
     ) -> Comparison:
         """Compares the numbers; an unexplained difference is compared again with what rounding errors grow to."""
         local = any(name in job["plan"] for name in _LOCAL)
-        compare = partial(compare_numbers, many, one, ranks, parts=bool(job["parts"]), only_first=local)
+        divided = None if division is None else division.parts
+        compare = partial(
+            compare_numbers, many, one, ranks, parts=bool(job["parts"]), only_first=local, divided=divided
+        )
         numbers = compare(self.tolerance)
         if run_alone and numbers.findings and all(finding.cause == "unknown" for finding in numbers.findings):
             self._try_rounding(one, run_alone, numbers.rows)
             numbers = compare(self.tolerance)
         self.rows = numbers.rows
+        self.first = numbers.first
         if numbers.not_finite:
             steps = ", ".join(map(str, numbers.not_finite))
             self.notes.append(
@@ -175,32 +312,51 @@ class _Judge:
         self.notes += run.left
 
     def _late(self, run: Run) -> str:
-        places = "; ".join(f"worker {rank} at {frames[0]}" for rank, frames in run.stacks.items() if frames)
-        where = f" ({places})" if places else ""
+        where = f" ({places(run)})" if run.stacks else ""
         return f"The workers had not ended after {self.request.timeout_s:g} s{where}; --timeout gives them longer."
 
     def _need_end(self, many: Run) -> None:
         failed = [rank for rank in range(len(many.records)) if many.end(rank)["how"] not in ("stopped", "ended")]
+        if many.stuck:
+            raise NotComparable(f"The script does not run on {len(many.records)} workers, which wait: {places(many)}.")
         if failed:  # a worker that lost another one has nothing of its own to say
             first = [rank for rank in failed if failed_by_itself(many.end(rank))]
             first += [rank for rank in failed if not lost_a_peer(many.end(rank)["error"])]
             rank = (first or failed)[0]
-            raise _NotComparable(
-                f"The script does not run on {len(many.records)} workers: worker {rank}: {_error(many, rank)}"
+            raise NotComparable(
+                f"The script does not run on {len(many.records)} workers: worker {rank}: {error_of(many, rank)}"
             )
         if not many.updates(0):
-            raise _NotComparable(_nothing(many))
+            raise NotComparable(no_update_reason(many))
 
-    def _need_one(self, one: Run) -> None:
+    def _need_job(self, job: dict[str, Any]) -> None:
+        if not job["engine"]:
+            raise NotComparable(
+                "The workers form no job: before it trains, the script calls neither fleet.init() nor "
+                "torch.distributed.init_process_group(), so each process trains by itself. `python -m fleet migrate` "
+                "shows what to change."
+            )
+        if self.request.strategy and job["engine"] != "fleet":
+            raise NotComparable(
+                "--strategy changes what fleet.init() starts, and the script trains without a call of fleet.init(). "
+                "Leave --strategy out to compare the script as it is."
+            )
+
+    def _need_one(self, one: Run, job: dict[str, Any]) -> None:
         end = one.end(0)
         if one.late or one.stuck:
-            raise _NotComparable(f"The single process had not ended after {self.request.timeout_s:g} s.")
+            raise NotComparable(f"The single process had not ended after {self.request.timeout_s:g} s.")
         if end["how"] in ("failed", "killed") and not one.updates(0):
-            raise _NotComparable(f"The script does not run as one process: {_error(one, 0)}")
+            raise NotComparable(f"The script does not run as one process: {error_of(one, 0)}")
+        if job["computing"] and self._job(one)["engine"] != job["engine"]:
+            raise NotComparable(
+                "One process does not call fleet.init(), such as behind `if distributed:`, and trains without "
+                f"{', '.join(job['computing'])}. Call it in every process to compare what these options compute."
+            )
 
-    def _job(self, many: Run) -> dict[str, Any]:
-        jobs = many.of_kind(0, "job")
-        return jobs[0] if jobs else {"parts": False, "notes": [], "plan": []}
+    def _job(self, run: Run) -> dict[str, Any]:
+        jobs = run.of_kind(0, "job")
+        return jobs[0] if jobs else {"engine": "", "parts": False, "notes": [], "plan": [], "computing": []}
 
     def _try_rounding(self, one: Run, run_alone: _RunAlone, rows: Sequence[dict[str, Any]]) -> None:
         """Runs the one process with a rounding error in each gradient, and allows what that makes of each update.
@@ -222,13 +378,17 @@ class _Judge:
             "more be."
         )
         if lost == min(grown):
-            raise _NotComparable(text)
+            raise NotComparable(text)
         self.notes.append(text)
 
     def _again(self, many: Run) -> list[Finding]:
         """Runs the workers once more, with the same seeds; what differs then is not seeded."""
+        folder = self.folder / "again"
+        if folder.exists():  # looked at already, and found seeded
+            return []
+        self._say("the workers train again: are they seeded?")
         request = dataclasses.replace(self.request, steps=min(2, self.request.steps))
-        again = start_run(self.start, request, self.folder / "again", self.request.workers)
+        again = start_run(self.start, request, folder, self.request.workers, alike=self._alike)
         self._note_run("again", again)
         for rank in range(len(many.records)):
             batches = zip(many.of_kind(rank, "batch"), again.of_kind(rank, "batch"), strict=False)
@@ -298,12 +458,16 @@ def _one_of_each_copy(many: Run) -> list[int]:
     return list(found.values())
 
 
-def _rates(many: Run) -> dict[str, list[float]]:
-    return {f"{update['optimizer']}/{update['n']}": update["rates"] for update in many.updates(0)}
+def _scheduled(many: Run) -> dict[str, list[dict[str, Any]]]:
+    return {f"{update['optimizer']}/{update['n']}": update["scheduled"] for update in many.updates(0)}
 
 
 def _synced(many: Run, job: dict[str, Any]) -> bool:
-    return "sync_batch_norm" in job["plan"]
+    """Returns whether batch norm is that of the whole batch; a guard may leave one process a plain one."""
+    first = many.updates(0)[:1]
+    kinds = {call["type"] for update in first for call in update["forward"]}
+    by_itself = any(update["synced"] for update in first)  # a layer of the script's own
+    return "sync_batch_norm" in job["plan"] or "SyncBatchNorm" in kinds or by_itself
 
 
 def _idle_options(job: dict[str, Any]) -> list[Finding]:
@@ -314,7 +478,7 @@ def _idle_options(job: dict[str, Any]) -> list[Finding]:
     found = []
     for note in job["notes"]:
         name = note.partition(" ")[0]
-        if name in job["plan"] and "changes nothing" in note and f"{name}_configs" in note:
+        if name in job["plan"] and "changes nothing" in note and "_configs[" in note:
             found.append(Finding(cause="option-changed-nothing", sentence=note, step=0, tensor=name))
     return found
 
@@ -331,19 +495,7 @@ def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
     return made
 
 
-def _error(run: Run, rank: int) -> str:
-    """Returns the error with which a process ended, its line in the user's files, and what says more than the error."""
-    error, _, where = str(run.end(rank)["error"]).partition("\n@")
-    if where:
-        error += f" ({where})"
-    if not error or error.startswith("SystemExit"):  # argparse and sys.exit print the reason
-        error = "\n".join(filter(None, (error, run.log(rank)))) or "it ended without a word"
-    return error
-
-
-def _nothing(many: Run) -> str:
-    said = many.log(0)
-    return (
-        "No update of an optimizer was seen that follows a pass through a torch module, within the run of the script; "
-        + (f"worker 0 printed: {said}" if said else "worker 0 printed nothing.")
-    )
+def _takes_turns(many: Run, one: Run, ranks: Sequence[int]) -> bool:
+    """Returns whether one process makes as many backward passes for an update as all workers together."""
+    ours, alone = ([update["backwards"] for update in run.updates(0)[:1]] for run in (many, one))
+    return len(ranks) > 1 and bool(ours and alone) and ours[0] > 0 and alone[0] == len(ranks) * ours[0]

@@ -1,13 +1,15 @@
 """``python -m fleet.verify.script_runner``: runs a script as processes of a comparison.
 
 Each line of its input is a plan in JSON: script, arguments, variables, folder for the record, steps, strategy file,
-folders of the workers' records (for the single process), learning rates. A process that has torch is forked for it.
+folders of the workers' records, learning rates and momenta (for the single process). A process that has torch is forked
+for it.
 """
 
 from __future__ import annotations
 
-import copy
+import ast
 import faulthandler
+import importlib
 import json
 import os
 import random
@@ -18,8 +20,10 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
+from functools import partial, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,43 +36,35 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fleet import facade
-from fleet.checks.copies import Copies
+from fleet.common.plain_files import read_small
 from fleet.env import export
-from fleet.job.roll_call import RollCall
-from fleet.options import DistributedStrategy
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
-from fleet.strategies._shared.update_rule import RuleWrapper
-from fleet.strategies.pipeline import micro_batches
-from fleet.strategies.pipeline.step import PipelineStep
-from fleet.trackers.run_log import RunLog
-from fleet.training.fleet_optimizer import FleetOptimizer
 from fleet.verify.changed_files import ChangedFiles
 from fleet.verify.draw_replay import Draws, install_draws
+from fleet.verify.engines.fleet_engine import watch_rule_steps
+from fleet.verify.engines.late_imports import when_imported
+from fleet.verify.engines.registry import ENGINES
+from fleet.verify.engines.training_engine import RunPlan
+from fleet.verify.generator_states import watch_reseeding
+from fleet.verify.incomparable_runs import VERIFY_FOLDER, own_failure
 from fleet.verify.loader_replay import ReplayedBatches, install_batches
 from fleet.verify.number_findings import until_lost
 from fleet.verify.record_files import RecordFile
 from fleet.verify.run_recording import Recording, StopTraining
-from fleet.verify.user_lines import is_library, user_site
+from fleet.verify.tried_script import UpdateCounter, confine, run_text
+from fleet.verify.user_lines import is_library
 
-# What only says how the work is divided or exchanged: one process trains without it.
-DIVIDING = (
-    "sharding",
-    "tensor_parallel",
-    "recompute",
-    "fp16_allreduce",
-    "localsgd",
-    "adaptive_localsgd",
-    "dgc",
-    "to_static",
-    "use_hierarchical_allreduce",
-    "sync_batch_norm",
-)
 _COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "gather", "scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "gather_object",
     "broadcast_object_list", "monitored_barrier",
 )  # fmt: skip
+# What verify puts in place of a function hands the script's arguments on in such a line: errors there are the script's.
+_HANDED_ON = (
+    "original(", "draw()", "backward(tensors", "closure()", "= step(", "build(self", " call(*", " take(*", " train(*",
+    "give_seed(*", "run_path(", "self._inner", "(population", "query @", "masked_fill(", "raise ",
+)  # fmt: skip
+_MOST_SOURCE = 1 << 24  # bytes of a script
+_LARGE = ("accelerate", "lightning", "pytorch_lightning", "transformers")
 _PARENT_AWAY_S = 600.0
 
 
@@ -76,6 +72,8 @@ def main() -> None:
     """Starts a process for each plan and prints its id; ends them when there are no more plans."""
     started: list[int] = []
     for line in sys.stdin:
+        if not started:
+            _import_ahead(json.loads(line))
         parent, process = os.getpid(), os.fork()
         if not process:
             _become(json.loads(line) | {"parent": parent})
@@ -84,6 +82,19 @@ def main() -> None:
     for process in started:  # one that has ended is kept as a zombie until now, so that its id stays its own
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+
+
+def _import_ahead(plan: dict[str, Any]) -> None:
+    """Imports what a script takes of large packages, once for all its processes; errors come when the script does."""
+    with suppress(Exception):
+        tree = ast.parse(plan["text"] or read_small(plan["script"], _MOST_SOURCE))
+        found = [(one.module or "", one.names) for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)]
+        found += [(name.name, []) for one in ast.walk(tree) if isinstance(one, ast.Import) for name in one.names]
+        for module, names in found:
+            if module.partition(".")[0] in _LARGE:
+                package = importlib.import_module(module)
+                for name in names:
+                    getattr(package, name.name, None)
 
 
 def _become(plan: dict[str, Any]) -> NoReturn:
@@ -95,8 +106,12 @@ def _become(plan: dict[str, Any]) -> NoReturn:
         os.chdir(plan["place"])
         export(plan["environment"])
         _train(plan)
-    except BaseException:
+    except BaseException as error:  # the script's own ends in _run_script
         traceback.print_exc()
+        if not plan["text"]:
+            record = RecordFile(Path(plan["folder"]))
+            record.write("end", how="failed", error=own_failure(error))
+            record.close()
     os._exit(1)
 
 
@@ -106,25 +121,44 @@ def _train(plan: dict[str, Any]) -> NoReturn:
     record = RecordFile(Path(plan["folder"]))
     stacks = (record.folder / "stacks.txt").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    if plan["text"]:
+        _try(plan, record)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1000 + rank)
     sources = [Path(source) for source in plan["sources"]]
-    draws = Draws(record.folder, sources)
-    loading = _Loading(draws)
-    batches = ReplayedBatches(record, loading, sources)
-    recording = Recording(record, batches, draws, plan["steps"], plan["rates"])
-    recording.initial = Path(plan["initial"]) if plan["initial"] else None
+    alike = Path(plan["alike"]) if plan["alike"] else None
+    draws = Draws(record.folder, sources, in_turn=plan["in_turn"], alike=alike)
+    batches = ReplayedBatches(record, _Loading(draws), sources, in_turn=plan["in_turn"])
+    engines = [made() for made in ENGINES]
+    recording = Recording(record, batches, draws, plan["steps"], plan["scheduled"], engines)
+    recording.initial = sources[0] if sources else None
+    recording.is_first = rank == 0
     recording.noise = plan["noise"]
     if plan["beside"]:
         recording.is_enough = until_lost(Path(plan["beside"]))
     _install(recording, draws, batches, plan, alone=bool(sources))
     ChangedFiles(record.folder.parent, lambda: draws.window > 0, lambda text: record.write("note", text=text)).watch()
     started = time.perf_counter()
-    how, error = _run_script(plan)
-    record.write(
-        "end", how=how, error=error, seconds=time.perf_counter() - started, unequal_draws=draws.unequal,
-        counts=recording.counts(), **recording.coverage(),
+    how, error, _ = _run_script(plan)
+    _end(
+        plan, record, how=how, error=error, seconds=time.perf_counter() - started, unequal_draws=draws.unequal,
+        own_numbers=draws.numbers, counts=recording.counts(), **recording.coverage(),
     )  # fmt: skip
+
+
+def _try(plan: dict[str, Any], record: RecordFile) -> NoReturn:
+    """Runs the text of ``plan`` until it has made its updates, and compares nothing."""
+    counter = UpdateCounter(record, plan["steps"])
+    register_optimizer_step_post_hook(counter.after_update)
+    watch_rule_steps(counter)
+    confine(record)
+    how, error, lines = _run_script(plan)
+    _end(plan, record, how=how, error=error, lines=lines)
+
+
+def _end(plan: dict[str, Any], record: RecordFile, **values: Any) -> NoReturn:
+    """Writes down how the script ended, and ends this process when the others need it no more."""
+    record.write("end", **values)
     sys.stdout.flush()
     sys.stderr.flush()
     (record.folder / "done").touch()
@@ -137,28 +171,50 @@ class _Loading:
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
+        self._begun = False
 
     def __call__(self, entered: bool) -> None:
+        if not self._begun and self._draws.window == 0:
+            self._draws.begin()
+        self._begun = True
         self._draws.active = not entered
 
 
-def _run_script(plan: dict[str, Any]) -> tuple[str, str]:
-    """Returns how the script ended, and the text of its error."""
+def _run_script(plan: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Returns how the script ended, the text of its error, and the user's lines that led there, innermost last."""
     script = plan["script"]
     sys.argv = [script, *plan["arguments"]]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        if plan["text"]:
+            run_text(script, plan["text"])
+        else:
+            runpy.run_path(script, run_name="__main__")
     except StopTraining:
-        return "stopped", ""
+        return "stopped", "", []
     except SystemExit as stop:
-        return ("ended", "") if not stop.code else ("failed", f"SystemExit: {stop.code}")
+        return ("ended", "", []) if not stop.code else ("failed", f"SystemExit: {stop.code}", [])
     except BaseException as error:
         places = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)]
         own = [place for place in places if not is_library(place.rpartition(":")[0])]
         traceback.print_exc()
-        return "failed", f"{type(error).__name__}: {error}\n@{own[-1] if own else ''}"
-    return "ended", ""
+        text = "" if plan["text"] else _own_failure(error)
+        return "failed", f"{text or f'{type(error).__name__}: {error}'}\n@{own[-1] if own else ''}", own
+    return "ended", "", []
+
+
+def _own_failure(error: BaseException) -> str:
+    """Returns what verify says of an error that it raised itself, or that follows one; "" where the script did."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        frames = traceback.extract_tb(following.__traceback__)
+        is_ours = bool(frames) and frames[-1].filename.startswith(VERIFY_FOLDER)
+        if is_ours and not any(call in str(frames[-1].line) for call in _HANDED_ON):
+            return own_failure(following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    return ""
 
 
 def _wait_for_parent(plan: dict[str, Any]) -> None:
@@ -174,22 +230,21 @@ def _install(
 ) -> None:
     install_batches(batches)
     install_draws(draws)
+    watch_reseeding(lambda where: recording.record.write("reseeded", where=where))
     backward = recording.around_backward(torch.autograd.backward)
     torch.autograd.backward = backward
     register_module_forward_pre_hook(_before(recording))
     register_module_forward_hook(recording.after_forward, always_call=True)
-    register_optimizer_step_pre_hook(recording.before_update)
+    register_optimizer_step_pre_hook(recording.before_step)
     register_optimizer_step_post_hook(recording.after_update)
-    PipelineStep.losses = recording.around_losses(PipelineStep.losses)  # type: ignore[method-assign]
-    FleetOptimizer.step = recording.around_step(FleetOptimizer.step)  # type: ignore[method-assign]
-    RuleWrapper.step = _rule_step(recording, RuleWrapper.step)  # type: ignore[method-assign]
-    _watch_optimizers(recording)
-    _watch_collectives(recording.record)
-    _choose_options(plan, alone)
+    _watch_optimizers(recording, draws)
+    _watch_collectives(recording)
     if alone:
         functional.batch_norm = _in_parts(functional.batch_norm, plan, recording)
-        pieces: Any = micro_batches
-        pieces._rows = _by_copy(pieces._rows, plan["replicas"])
+    folder = recording.record.folder
+    facts = RunPlan(alone=alone, copies=plan["replicas"], strategy=plan["strategy"], folder=folder)
+    for engine in recording.engines:
+        engine.install(recording, facts)
 
 
 def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -204,125 +259,43 @@ def _before(recording: Recording) -> Callable[[nn.Module, tuple[Any, ...]], None
     return before
 
 
-def _rule_step(recording: Recording, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the step of Fleet's own update rules, which then tells of its update as torch's optimizers do."""
-
-    @wraps(step)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recording.before_update(self)
-        result = step(self, *args, **kwargs)
-        recording.after_update(self)
-        return result
-
-    return run
-
-
-def _watch_optimizers(recording: Recording) -> None:
+def _watch_optimizers(recording: Recording, draws: Draws) -> None:
     build = Optimizer.__init__
 
     @wraps(build)
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if not isinstance(self, OptimizerWrapper):
+        if not isinstance(self, tuple(kind for engine in recording.engines for kind in engine.wrappers)):
             recording.optimizers.append(weakref.ref(self))
+            if not recording.roots and not recording.batches.has_begun:
+                draws.begin()
 
     Optimizer.__init__ = built  # type: ignore[method-assign]
 
 
-def _watch_collectives(record: RecordFile) -> None:
-    inside = [0]
+def _watch_collectives(recording: Recording) -> None:
+    """Makes the calls of all workers tell that the script makes them, those whose gradients are exchanged as well."""
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            own = not inside[0] and not is_library(sys._getframe(1).f_code.co_filename)
-            if own and (group is None or group is dist.group.WORLD):
-                record.write("collective", name=f"torch.distributed.{name}", where=user_site())
-            inside[0] += 1
-            try:
+            recording.exchanged()
+            own = not is_library(sys._getframe(1).f_code.co_filename)
+            if not own or kwargs.get("group") not in (None, dist.group.WORLD):
                 return original(*args, **kwargs)
-            finally:
-                inside[0] -= 1
+            with recording.collective(f"torch.distributed.{name}", (args, kwargs)):
+                return original(*args, **kwargs)
 
         return run
 
-    for name in _COLLECTIVES:
-        if hasattr(dist, name):
-            setattr(dist, name, watched(name, getattr(dist, name)))
-    meet = RollCall.meet
+    def watch(module: ModuleType, inside: str = "") -> None:
+        for name in _COLLECTIVES:
+            if hasattr(module, name):
+                setattr(module, name, watched(f"{inside}{name}", getattr(module, name)))
 
-    @wraps(meet)
-    def met(self: Any, call: str, *args: Any, **kwargs: Any) -> Any:
-        if not inside[0]:
-            record.write("collective", name=call, where=user_site())
-        inside[0] += 1
-        try:
-            return meet(self, call, *args, **kwargs)
-        finally:
-            inside[0] -= 1
-
-    RollCall.meet = met  # type: ignore[method-assign]
-
-
-def _choose_options(plan: dict[str, Any], alone: bool) -> None:
-    """Makes ``fleet.init`` take the strategy of ``--strategy``; one process leaves out what divides the work."""
-    place: Any = facade
-    start = place.start_session
-
-    def started(role_maker: Any, is_collective: bool, options: Any) -> Any:
-        if plan["strategy"]:
-            options = DistributedStrategy.load(plan["strategy"])
-        if alone:
-            options = alone_options(options, plan["replicas"])
-        session = start(role_maker, is_collective, options)
-        listeners = session.job.listeners
-        listeners.remove(listeners.get(Copies))  # the comparison names more than that copies came apart
-        values = {name: True for name in _switches(session.options)}
-        Path(plan["folder"], "options.json").write_text(json.dumps(values), encoding="utf-8")
-        return session
-
-    place.start_session = started
-    # A comparison is no run that anybody wants to see among his own.
-    run_log: Any = RunLog
-    run_log.choose = lambda log, options: None
-
-
-def _switches(options: Any) -> list[str]:
-    from fleet.strategies import REGISTRY
-
-    return [name for name, one in REGISTRY.items() if one.default is False and options[name]]
-
-
-def alone_options(options: Any, copies: int) -> Any:
-    """Returns the options that one process trains with on the batches of ``copies`` of the model, joined.
-
-    These are the ones that change what is computed. A micro-batch has the rows of all copies.
-    """
-    made = copy.deepcopy(options)
-    for name in DIVIDING:
-        if made[name]:
-            setattr(made, name, False)
-    if made["pipeline"]:
-        made.pipeline_configs = {"micro_batch_size": copies * made["pipeline_configs"].micro_batch_size}
-    if made.is_set("hybrid_configs"):
-        made.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "sep_degree": 1}
-    return made
-
-
-def _by_copy(cut: Callable[..., list[Tensor]], copies: int) -> Callable[..., list[Tensor]]:
-    """Returns the cut of a batch into micro-batches, each of which then has the rows of that of every copy."""
-
-    @wraps(cut)
-    def rows(tensor: Tensor, name: str, num_micro: int, size: int) -> list[Tensor]:
-        whole = cut(tensor, name, num_micro, size)
-        if copies < 2 or len(tensor) % copies or size % copies:
-            return whole
-        return [
-            torch.cat(own) for own in zip(*(part.split(size // copies) for part in tensor.chunk(copies)), strict=True)
-        ]
-
-    return rows
+    watch(dist)
+    for name in ("torch.distributed.nn.functional", "torch.distributed.nn"):
+        when_imported(name, partial(watch, inside="nn."))
 
 
 def _in_parts(original: Callable[..., Tensor], plan: dict[str, Any], recording: Recording) -> Callable[..., Tensor]:

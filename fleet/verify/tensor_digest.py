@@ -13,10 +13,11 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 MOST_ROWS = 4096
+NO_MEMORY = (0, 0)
 _SEED = 20240607
 _CHUNK = 1 << 20
 _BLOCK = 16384
@@ -69,7 +70,9 @@ def _shard_of(tensor: DTensor) -> tuple[Tensor, Tensor, str]:
     vector = _vector(tensor.numel()).view(tensor.shape)
     for axis, (size, start) in enumerate(zip(shape, offset, strict=True)):
         vector = vector.narrow(axis, min(start, tensor.shape[axis]), size)
-    return local, vector.reshape(-1), f"{tuple(offset)}+{tuple(shape)}"
+    # A shard that is the whole tensor is a copy, as on a mesh of one worker.
+    part = "" if tuple(shape) == tuple(tensor.shape) else f"{tuple(offset)}+{tuple(shape)}"
+    return local, vector.reshape(-1), part
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -125,3 +128,29 @@ def content(value: Any) -> str:
     plain = value.detach().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Returns where the numbers of this process's part of a tensor lie, and how many they are."""
+    own = tensor.detach()
+    own = own.to_local() if isinstance(own, DTensor) else own
+    is_empty = own.is_meta or own.is_sparse or not own.numel()
+    return NO_MEMORY if is_empty else (own.data_ptr(), own.numel())
+
+
+def is_finite(value: Tensor) -> bool:
+    """Returns whether all numbers of this process's part of a tensor are finite."""
+    own = value.detach()
+    return bool(torch.isfinite(own.to_local() if isinstance(own, DTensor) else own).all())
+
+
+def values_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and the floating-point buffers of a module."""
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+    return {name: value for name, value in [*module.named_parameters(), *buffers] if not value.is_meta}
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Returns whether a module is a batch norm that keeps statistics, torch's or one of the script's own."""
+    kept = (getattr(module, "running_mean", None), getattr(module, "running_var", None))
+    return all(isinstance(one, Tensor) for one in kept)

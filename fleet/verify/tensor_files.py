@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors; formats that numpy lacks are written as their bytes, with the dtype in the name."""
     arrays = {}
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
+        # A copy: numpy pins memory that it shares, and fully_shard frees that of gathered parameters.
+        plain = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         dtype = str(plain.dtype).removeprefix("torch.")
         known = dtype in ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
         array = plain.numpy() if known else plain.view(torch.int16).numpy()
@@ -50,10 +54,13 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
         return {"array": len(tensors) - 1}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return {"mapping": {str(key): pack(one, tensors) for key, one in value.items()}}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return {type(value).__name__: [pack(one, tensors) for one in value]}
+    fields = _fields_of(value)
+    if fields is not None:
+        return {"object": [f"{type(value).__module__}:{type(value).__qualname__}", pack(fields, tensors)]}
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [pack(one, tensors) for one in value]}
     raise TypeError(f"a {type(value).__name__} in the batches of a DataLoader")
 
 
@@ -68,5 +75,34 @@ def unpack(made: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         return inside
     if kind == "mapping":
         return {key: unpack(one, tensors) for key, one in inside.items()}
+    if kind == "object":
+        return _object_of(inside[0], unpack(inside[1], tensors))
     rows = [unpack(one, tensors) for one in inside]
     return tuple(rows) if kind == "tuple" else rows
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Returns the items of a mapping, a named tuple or a dataclass; None for other objects."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclass_fields(value) if field.init}
+    return None
+
+
+def _object_of(name: str, fields: dict[str, Any]) -> Any:
+    """Returns an object of the class ``module:name``, whose methods a loop may call, as ``batch.to(device)``.
+
+    The loop's own imports have loaded the class; a plain dict stands for one that is out of reach.
+    """
+    module, _, path = name.partition(":")
+    made: Any = sys.modules.get(module)
+    for part in path.split("."):
+        made = getattr(made, part, None)
+    if not isinstance(made, type):
+        return fields
+    is_mapping = issubclass(made, Mapping)
+    build: Callable[..., Any] = made
+    return build(fields) if is_mapping else build(**fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,20 +13,24 @@ from fleet.verify.report import Finding
 _CLOSE = 1e-6
 
 
-def worker_findings(many: Run, one: Run, ranks: Sequence[int], *, parts: bool, local: bool) -> list[Finding]:
+def worker_findings(
+    many: Run, one: Run, ranks: Sequence[int], *, parts: bool, local: bool, readers: int | None = None
+) -> list[Finding]:
     """Returns what ``ranks`` have differently that should be equal.
 
     ``parts`` says that workers hold parts of the model, ``local`` that a strategy trains each worker apart for a while.
+    The first ``readers`` take samples of their own (None: all of them).
     """
     found: list[Finding] = []
     if not parts:
-        found += _initial(many, ranks)
+        found += _unfilled(many, one, ranks[0]) or _initial(many, ranks)
         found += _ties(many, one, ranks[0])
     found += _rates(many, one, ranks)
     if not parts:
         found += _modes(many, ranks, local=local)
         found += [] if local else _buffers(many, one, ranks) + _gradients(many, ranks)
-    found += _draws(many, ranks)
+    found += _draws(many, ranks[:readers])
+    found += _evaluating(many, ranks) + _reseeded(many, ranks[0])
     return found + _uncovered(one)
 
 
@@ -36,23 +41,26 @@ def _pairs(many: Run, ranks: Sequence[int]) -> Iterator[tuple[int, list[dict[str
 
 
 def differing(digests: Sequence[dict[str, Any]], tolerance: float = _CLOSE) -> float | None:
-    """Returns the relative difference of one tensor on several workers; ``None`` where it is equal.
+    """Returns the relative difference of the copies of one tensor, or of one shard; ``None`` where they are equal.
 
-    Tensors that hold NaN or infinities on all workers count as equal.
+    Copies that hold NaN or infinities on all workers count as equal.
     """
-    if len({d["part"] for d in digests}) > 1 or digests[0]["part"]:
-        return None
-    if not any(math.isfinite(d["s"]) for d in digests):
-        return None
-    size = max(d["s"] for d in digests) ** 0.5
-    apart = max(d["p"] for d in digests) - min(d["p"] for d in digests)
-    return apart / size if size and not apart <= tolerance * size else None
+    for part in {digest["part"] for digest in digests}:
+        copies = [digest for digest in digests if digest["part"] == part]
+        if not any(math.isfinite(d["s"]) for d in copies):
+            continue
+        size = max(d["s"] for d in copies) ** 0.5
+        apart = max(d["p"] for d in copies) - min(d["p"] for d in copies)
+        if size and not apart <= tolerance * size:
+            return float(apart / size)
+    return None
 
 
 def _initial(many: Run, ranks: Sequence[int]) -> list[Finding]:
-    for starts in zip(*(many.of_kind(rank, "start") for rank in ranks), strict=False):
-        for name in starts[0]["values"]:
-            digests = [start["values"].get(name) for start in starts]
+    starts = [{start["model"]: start["values"] for start in many.of_kind(rank, "start")} for rank in ranks]
+    for model in starts[0]:
+        for name in starts[0][model]:
+            digests = [values.get(model, {}).get(name) for values in starts]
             apart = differing([d for d in digests if d is not None])
             if apart is not None:
                 sentence = (
@@ -60,6 +68,27 @@ def _initial(many: Run, ranks: Sequence[int]) -> list[Finding]:
                     "wrap the model, which sends worker 0's values."
                 )
                 return _tensor_apart("initial-weights-differ", sentence, 0, ranks, name, digests, apart)
+    return []
+
+
+def _unfilled(many: Run, one: Run, rank: int) -> list[Finding]:
+    """Returns a finding where the workers begin with NaN or infinities, and one process by itself with numbers."""
+    for ours, alone in zip(many.of_kind(rank, "start"), one.of_kind(0, "start"), strict=False):
+        for name in set(ours.get("unfilled", ())) - set(alone.get("unfilled", ())):
+            return [
+                Finding(
+                    cause="initial-weights-differ",
+                    sentence=f"The workers begin with values of {name} that are no numbers, and one process with "
+                    "numbers: what was loaded or drawn is replaced by new memory, as by to_empty(), or never arrives. "
+                    "Give a module memory before its weights are loaded.",
+                    step=0,
+                    rank=rank,
+                    module=name.rpartition(".")[0],
+                    tensor=name,
+                    expected="numbers",
+                    received="NaN or infinite",
+                )
+            ]
     return []
 
 
@@ -137,6 +166,8 @@ def _scaled_rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
     update without being wrong.
     """
     workers = len(many.records)
+    if _steps_for_each_worker(many, one, ranks):
+        return []
     highest: dict[tuple[Any, int], tuple[float, float]] = {}  # of each optimizer and group
     for ours, alone in zip(many.updates(ranks[0]), one.updates(0), strict=False):
         for i, (mine, other) in enumerate(zip(ours["rates"], alone["rates"], strict=False)):
@@ -157,6 +188,17 @@ def _scaled_rates(many: Run, one: Run, ranks: Sequence[int]) -> list[Finding]:
                     )
                 ]
     return []
+
+
+def _steps_for_each_worker(many: Run, one: Run, ranks: Sequence[int]) -> bool:
+    """Returns whether the workers' schedule moves N steps at each update, as Accelerate's does, and otherwise agrees.
+
+    A curve that rises faster than a line, such as OneCycleLR's, is more than N times as high there.
+    """
+    alone = list(one.updates(0))[:: len(many.records)]
+    pairs = list(zip(many.updates(ranks[0]), alone, strict=False))
+    rates = [zip(mine["rates"], other["rates"], strict=False) for mine, other in pairs]
+    return len(pairs) > 1 and all(math.isclose(a, b, rel_tol=_CLOSE) for both in rates for a, b in both)
 
 
 def _modes(many: Run, ranks: Sequence[int], *, local: bool) -> list[Finding]:
@@ -222,12 +264,47 @@ def _gradients(many: Run, ranks: Sequence[int]) -> list[Finding]:
     for n, updates in _pairs(many, ranks):
         for name in updates[0]["gradients"]:
             digests = [update["gradients"][name] for update in updates if name in update["gradients"]]
-            moved = [update["parameters"][name] for update in updates if name in update["parameters"]]
-            if len(digests) < len(updates) or differing(digests, 1e-5) is None or differing(moved, 1e-9) is None:
+            if len(digests) < len(updates) or differing(digests, 1e-5) is None or not _comes_apart(name, updates):
                 continue
             cause, sentence = _why_apart(name, updates)
-            return _tensor_apart(cause, sentence, n, ranks, name, digests, differing(digests, 0.0), of="gradient of ")
+            apart = differing(digests, 0.0)
+            made = _tensor_apart(cause, sentence, n, ranks, name, digests, apart, of="gradient of ")
+            around = _line_around(updates) if cause == "gradients-not-averaged" else ""
+            return [dataclasses.replace(one, where=around) for one in made]
+        found = _lacking(n, updates, ranks)
+        if found:
+            return found
     return []
+
+
+def _comes_apart(name: str, updates: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether the workers hold copies of a parameter that differ after an update."""
+    moved = [update["parameters"][name] for update in updates if name in update["parameters"]]
+    return len(moved) == len(updates) and differing(moved, 1e-9) is not None
+
+
+def _lacking(n: int, updates: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list[Finding]:
+    """Returns a finding where some workers update a parameter that others hold in an optimizer without a gradient."""
+    for name in sorted({name for update in updates for name in update["gradients"]}):
+        digests = [update["gradients"].get(name) for update in updates]
+        # A worker that another one updates this parameter for has it in no optimizer.
+        is_held = all(name in update["held"] for update in updates)
+        if None not in digests or not is_held or not _comes_apart(name, updates):
+            continue
+        without = ranks[digests.index(None)]
+        sentence = (
+            f"At update {n} worker {without} has no gradient of {name}, which the others update: the exchange leaves "
+            "out parameters that a worker's own samples do not reach. Every worker takes part for every parameter, "
+            "with zeros where it has no gradient."
+        )
+        found = _tensor_apart("gradients-not-averaged", sentence, n, ranks, name, digests, None, of="gradient of ")
+        return [dataclasses.replace(found[0], rank=without)]
+    return []
+
+
+def _line_around(updates: Sequence[dict[str, Any]]) -> str:
+    """Returns the line of a pass around the wrapped model in an update; "" where there is none."""
+    return next((update["lines"]["around"] for update in updates if "around" in update.get("lines", {})), "")
 
 
 def _why_apart(name: str, updates: Sequence[dict[str, Any]]) -> tuple[str, str]:
@@ -240,10 +317,18 @@ def _why_apart(name: str, updates: Sequence[dict[str, Any]]) -> tuple[str, str]:
             "step() each of them changes it by something of its own, such as a limit, a factor or noise that depends "
             "on the worker. Change it alike on every worker.",
         )
+    if _line_around(updates):
+        return (
+            "gradients-not-averaged",
+            f"A pass went around the wrapped model: this line calls the model inside it, or a part of that, and no "
+            f"exchange follows, so each worker updates {name} with the gradient of its own samples. Call the wrapped "
+            "model, or average the gradients before step().",
+        )
     return (
         "gradients-not-averaged",
-        f"Each worker updates {name} with the gradient of its own samples: its model was not given to "
-        "distributed_model(), or a pass went around the wrapped model.",
+        f"Each worker updates {name} with the gradient of its own samples: its model was not wrapped "
+        "(distributed_model(), DistributedDataParallel, accelerator.prepare()) or over a mesh without all workers, a "
+        "pass went around the wrapped model, or the update follows passes under no_sync() alone.",
     )
 
 
@@ -263,7 +348,7 @@ def _draws(many: Run, ranks: Sequence[int]) -> list[Finding]:
                 cause="dropout-seeded-alike",
                 sentence="All workers draw the same numbers (masks of dropout, noise) for their different samples at "
                 f"update {n}: seed each worker differently after the model is made, such as torch.manual_seed(seed + "
-                "fleet.worker_index()).",
+                "rank), in Accelerate set_seed(seed, device_specific=True).",
                 step=n,
                 rank=ranks[1],
                 expected="draws that differ between the workers",
@@ -273,10 +358,57 @@ def _draws(many: Run, ranks: Sequence[int]) -> list[Finding]:
     return []
 
 
+def _reseeded(many: Run, rank: int) -> list[Finding]:
+    """Returns a finding where training draws from a generator whose seed the script replaces by one of the system's."""
+    where = ""
+    for document in many.records[rank]:
+        where = document["where"] if document["kind"] == "reseeded" else where
+        if document["kind"] == "update" and document["draws"] and where:
+            return [
+                Finding(
+                    cause="unseeded-randomness",
+                    sentence="The script gives torch a seed, and torch.seed() takes another one from the system before "
+                    "it trains: no two runs draw the same numbers. Give the seed where training begins.",
+                    step=document["n"],
+                    rank=rank,
+                    expected="the seed of the script",
+                    received="one of the system's",
+                    where=where,
+                )
+            ]
+    return []
+
+
+def _evaluating(many: Run, ranks: Sequence[int]) -> list[Finding]:
+    """Returns a finding where a model is updated by passes that it made in evaluation mode, without its dropout."""
+    for n, updates in _pairs(many, ranks):
+        for rank, update in zip(ranks, updates, strict=True):
+            for name in update.get("idle", ())[:1]:
+                return [
+                    Finding(
+                        cause="model-in-evaluation-mode",
+                        sentence=f"At update {n} the model is in evaluation mode in the passes whose gradients update "
+                        f"it, so {name} and all other dropout in it does nothing: call model.train() before them.",
+                        step=n,
+                        rank=rank,
+                        module=name,
+                        expected="training mode",
+                        received="evaluation mode",
+                    )
+                ]
+    return []
+
+
+def _moves(one: Run, name: str) -> bool:
+    """Returns whether a parameter changes between updates: a script may update a copy and write it back."""
+    values = [update["parameters"][name] for update in one.updates(0) if name in update["parameters"]]
+    return any(value["p"] != values[0]["p"] for value in values)
+
+
 def _uncovered(one: Run) -> list[Finding]:
     end = one.end(0)
     trained, held = set(end.get("with_gradient", ())), set(end.get("held", ()))
-    missing = sorted(trained - held)
+    missing = sorted(name for name in trained - held if not _moves(one, name))
     if not missing or not one.updates(0):
         return []
     if not trained & held:

@@ -10,7 +10,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import PROGRAM, read_config
 from fleet.launch.cli.elastic import check_elastic
-from fleet.launch.cli.parser import UsageError
+from fleet.launch.cli.settings import UsageError
 from fleet.launch.plan.local_machine import Machine, read_machine
 from fleet.launch.processes.redact import one_sentence
 
@@ -25,7 +25,7 @@ def main(
     Args:
         argv: the arguments without the program's name; ``None`` takes those of this process.
         environ: the environment; ``None`` takes that of this process.
-        machine: what to know about this machine; ``None`` looks.
+        machine: the facts about this machine; ``None`` reads them.
 
     Returns:
         0 when all workers ended with 0, else the code of the worker that failed first; 2 for a command line or an
@@ -40,7 +40,8 @@ def main(
         from fleet.launch.job import run
 
         return run(config, environment)
-    except SystemExit as stop:  # --help, after argparse printed it
+    except SystemExit as stop:
+        # argparse has printed the help and ends the process by this exception.
         return stop.code if isinstance(stop.code, int) else 0
     except UsageError as error:
         print(f"usage: {program} [flags] script [flags of the script]", file=sys.stderr)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from fleet.errors import ConfigError
-from fleet.launch.cli.parser import CommandLine, UsageError
+from fleet.launch.cli.settings import CommandLine, UsageError
 
 # Flags of the launcher that follow from the nodes which a scheduler gives.
 _MEETING_FLAGS = ("nnodes", "master", "rank", "ips", "host", "job_id", "standalone", "master_addr", "master_port",
@@ -20,7 +20,7 @@ class CommandOptions(argparse.ArgumentParser):
 
     Args:
         program: the command as it is typed.
-        about: what its help says.
+        about: the text of its help.
     """
 
     def __init__(self, program: str, about: str) -> None:
@@ -69,10 +69,10 @@ def check_set_flags(
     Args:
         line: the launcher's command line.
         nodes: how many.
-        sets: who sets the flags, and from what.
-        chooses: who chooses the nodes.
+        sets: the subject that sets the flags, and its source.
+        chooses: the scheduler that chooses the nodes.
         number: how one node is written.
-        more: further flags that are refused, with what to write in their place.
+        more: further flags that are refused, with their replacement.
     """
     hints = {**dict.fromkeys(_MEETING_FLAGS, "Omit it."), **(more or {})}
     for name, hint in hints.items():

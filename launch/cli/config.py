@@ -1,178 +1,223 @@
 """Arguments and environment -> one validated :class:`LaunchConfig`; nothing is started, nothing is changed.
 
-Precedence: a flag on the command line, then its variable in the environment, then the default. A warning names both
-values where flag and variable differ.
+:func:`read_config` reads from top to bottom: each line calls one file of the launcher, which returns one record and
+calls no other. Precedence: a flag on the command line, then its variable in the environment, then the default. A
+warning names both values where flag and variable differ.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import secrets
+import shutil
 import string
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
-from fleet.launch.cli.elastic import check_server_job, read_elastic
-from fleet.launch.cli.modes import PS, infer_mode, log_style
-from fleet.launch.cli.parser import CommandLine, parse_command_line
-from fleet.launch.cli.roles import read_roles
-from fleet.launch.cli.script import check_shadow, misplaced_flags, read_script
-from fleet.launch.cli.settings import Settings, launcher_environment, read_settings
-from fleet.launch.plan.devices import DeviceChoice, choose_devices, visible_cards
+from fleet.launch.cli.elastic import read_elastic
+from fleet.launch.cli.flag import FLEETRUN
+from fleet.launch.cli.flags import BY_SPELLING, PS_FLAGS
+from fleet.launch.cli.roles import read_servers
+from fleet.launch.cli.settings import CommandLine, Settings, read_command
+from fleet.launch.plan.devices import choose_devices
 from fleet.launch.plan.local_machine import Machine
-from fleet.launch.plan.nodes import first_port, read_meeting, read_nodes, settings_ready
-from fleet.launch.plan.records import LaunchConfig, Nodes, Roles
-from fleet.launch.processes.profile_range import read_range
+from fleet.launch.plan.nodes import read_nodes
+from fleet.launch.plan.records import Command, LaunchConfig, Logs, Page, Pod, Processes, Script, Servers
+from fleet.launch.processes.profile_report import read_range
 
+COLLECTIVE = "collective"
+PS = "ps"
+PROGRAM = "python -m fleet.launch"
+_REFUSED_MODES = {
+    "ps-heter": "heterogeneous parameter servers are not part of this project",
+    "rpc": "torch.distributed.rpc jobs are started as collective ones",
+}
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _LONGEST_NAME = 200
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _SECRET_BYTES = 32
-PROGRAM = "python -m fleet.launch"
+_IMPORTS_FLEET = re.compile(r"^\s*(from|import) fleet\b", re.MULTILINE)
 
 
 def read_config(
     argv: Sequence[str], environment: Environment, machine: Machine, program: str = PROGRAM
 ) -> LaunchConfig:
-    """Returns what the user asked for; raises ConfigError (or a subclass) that says what to write instead."""
-    command = parse_command_line(argv, program)
-    check_platform(machine, command)
-    environment = launcher_environment(environment)
-    settings = read_settings(command, environment)
-    inherited = environment.inherited()
-    script = read_script(
-        command,
-        is_module=bool(settings.values["module"]),
-        no_python=bool(settings.values["no_python"]),
-        path=inherited.get("PATH"),
-    )
-    check_shadow(script)
-    for sentence in misplaced_flags(script):
-        settings.warn(sentence)
-    visible = inherited.get("CUDA_VISIBLE_DEVICES")
-    mode = infer_mode(settings, environment, len(visible_cards(machine.num_gpus, visible)))
-    choice = choose_devices(settings, machine, visible)
-    nodes, roles = _places(settings, environment, machine, mode, choice)
-    elastic, nodes = read_elastic(settings, environment, nodes)
+    """Returns the job that the user asked for; raises ConfigError (or a subclass) with the line to write instead."""
+    settings = read_command(argv, environment, program)
+    check_platform(machine, settings.line)
+    script = read_script(settings)
+    mode = _read_mode(settings, len(machine.visible_cards(settings.visible_devices)))
+    processes = choose_devices(settings, machine)
+    nodes = read_nodes(settings, machine, processes, lists_nodes=mode != PS)
+    servers = Servers()
     if mode == PS:
-        check_server_job(settings, elastic)
+        servers, nodes = read_servers(settings, machine, nodes, is_scheduled=_is_scheduled_ps(settings))
+        # Workers of such a job are counted by --worker_num, and each sees its card as number 0.
+        processes = replace(processes, num_workers=servers.num_workers, worker_devices=())
+    elastic, nodes = read_elastic(settings, nodes, has_servers=mode == PS)
+    pod = _new_pod()
     config = LaunchConfig(
         mode=mode,
-        **vars(script),
-        original_argv=tuple(argv),
-        program=program,
-        log_style=log_style(settings),
-        given=tuple(sorted(settings.on_command_line)),
-        **vars(nodes),
-        **vars(elastic),
-        **_places_fields(roles, choice),
-        **_plain_fields(settings, environment),
-        **_identity(),
-        interface={"Linux": "lo", "Darwin": "lo0"}.get(machine.system) if nodes.is_single_node else None,
+        script=script,
+        job_id=check_name(settings.text("job_id") or "default", settings.named("job_id")),
+        command=Command(program=program, argv=tuple(argv), given=tuple(sorted(settings.on_command_line))),
+        pod=pod,
+        nodes=replace(nodes, interface=_loopback(machine) if nodes.is_single else None),
+        processes=_limits(settings, processes),
+        elastic=elastic,
+        servers=_gloo(settings, servers),
+        logs=_logs(settings),
+        page=_page(settings, pod),
     )
-    config = _with_secret(config, settings, environment)
-    return _finish(config, settings, environment)
+    return _completed(config, settings)
 
 
-def check_platform(machine: Machine, command: CommandLine) -> None:
+def _completed(config: LaunchConfig, settings: Settings) -> LaunchConfig:
+    """Returns the configuration with its secret, thread count and notes; raises ConfigError when records contradict."""
+    config = _with_secret(config, settings)
+    _check_whole(config, settings)
+    config = _with_thread_count(config, settings)
+    # Last, so that it holds every note.
+    command = replace(config.command, arguments=_arguments(config, settings), notes=tuple(settings.notes))
+    return replace(config, command=command)
+
+
+def check_platform(machine: Machine, line: CommandLine) -> None:
     """Raises UnsupportedOptionError on an operating system where jobs of several processes are not supported."""
     if machine.system in ("Linux", "Darwin"):
         return
     raise UnsupportedOptionError(
         f"The launcher does not run on {machine.system}: distributed jobs are supported on Linux (and, for "
-        f"development, macOS). Run a single process without the launcher: python {command.script}"
+        f"development, macOS). Run a single process without the launcher: python {line.script}"
     )
 
 
-def _places(
-    settings: Settings, environment: Environment, machine: Machine, mode: str, choice: DeviceChoice
-) -> tuple[Nodes, Roles | None]:
-    if mode != PS:
-        return read_nodes(settings, environment, machine, choice.num_workers, choice.worker_devices), None
-    settings_ready(settings)
-    if settings.has("nproc_per_node"):
+def _read_mode(settings: Settings, num_gpus: int) -> str:
+    """Returns "collective" or "ps"; raises ConfigError when the flags ask for both."""
+    ps_flags = [name for name in PS_FLAGS if settings.has(name)]
+    hosts = [part for part in (settings.text("ips") or "").split(",") if part.strip()]
+    if ps_flags and len(hosts) > 1:
         raise ConfigError(
-            f"{settings.named('nproc_per_node')} belongs to collective jobs. In a parameter-server job "
-            "--worker_num says how many workers this node starts."
+            f"Only one mode can be run: {settings.named(ps_flags[0])} asks for parameter servers and "
+            f"{settings.named('ips')}={settings.text('ips')} for a collective job. For parameter servers "
+            "on several nodes use --servers and --workers."
         )
-    nodes = read_meeting(settings, machine)
-    roles = read_roles(settings, environment, machine, meets=not nodes.is_single_node)
-    if nodes.is_single_node and not roles.is_single_node:
-        nodes = replace(nodes, is_single_node=False, host=roles.host or settings.text("host") or machine.address)
-    return nodes, roles
+    mode = _given_mode(settings, ps_flags)
+    if mode is None:
+        mode = PS if ps_flags or _is_scheduled_ps(settings) else COLLECTIVE
+        if settings.log_style == FLEETRUN:
+            _note_choice(settings, ps_flags, num_gpus)
+    return mode
 
 
-def _places_fields(roles: Roles | None, choice: DeviceChoice) -> dict[str, Any]:
-    """Returns the fields that say what this node starts and on which devices."""
-    fields: dict[str, Any] = {
-        "devices": tuple(int(card.name) for card in choice.cards) if _numbered(choice) else None,
-        "device_names": tuple(card.name for card in choice.cards),
-        "device_type": choice.device_type,
-        "process_group_backend": choice.backend,
-    }
-    if roles is None:
-        return {**fields, "nproc_per_node": choice.num_workers, "worker_devices": choice.worker_devices}
-    taken = {name: value for name, value in vars(roles).items() if name not in ("is_single_node", "host")}
-    return {**fields, **taken, "nproc_per_node": roles.worker_num}
+def _given_mode(settings: Settings, ps_flags: list[str]) -> str | None:
+    mode = settings.text("run_mode")
+    if mode is None:
+        return None
+    if mode in _REFUSED_MODES:
+        raise UnsupportedOptionError(
+            f"{settings.named('run_mode')}={mode} cannot be honoured: {_REFUSED_MODES[mode]}. Use collective or ps."
+        )
+    if mode not in (COLLECTIVE, PS):
+        raise ConfigError(
+            f"{settings.named('run_mode')} is {mode!r}; it takes collective or ps."
+            f"{did_you_mean(mode, (COLLECTIVE, PS))}"
+        )
+    if mode == COLLECTIVE and ps_flags:
+        raise ConfigError(
+            f"{settings.named('run_mode')}=collective and {settings.named(ps_flags[0])} exclude each "
+            "other. Omit one of them."
+        )
+    return mode
 
 
-def _numbered(choice: DeviceChoice) -> bool:
-    return bool(choice.cards) and all(card.name.isdecimal() for card in choice.cards)
+def _is_scheduled_ps(settings: Settings) -> bool:
+    """Returns whether a scheduler made this node one server or one worker of a parameter-server job."""
+    environment = settings.environment
+    return environment.has("PADDLE_PSERVERS_IP_PORT_LIST") and (
+        environment.first("TRAINING_ROLE", "PADDLE_TRAINING_ROLE") is not None
+    )
 
 
-def _plain_fields(settings: Settings, environment: Environment) -> dict[str, Any]:
-    """Returns the fields that one flag or variable sets by itself."""
-    return {
-        "backend": settings.text("backend"),
-        "job_id": check_name(settings.text("job_id") or "default", settings.named("job_id")),
-        "with_gloo": _one_of(settings, "with_gloo", (0, 1, 2)),
-        "http_port": _port(settings, "http_port"),
-        "gloo_port": _port(settings, "gloo_port"),
-        "log_dir": Path(settings.text("log_dir") or "log"),
-        "log_level": _log_level(settings),
-        "log_overwrite": settings.values["log_overwrite"],
-        "max_restart": _max_restart(settings),
-        "elastic_level": _one_of(settings, "elastic_level", (-1, 0, 1)),
-        "elastic_timeout_s": float(settings.values["elastic_timeout"] or 0),
-        "grace_s": float(settings.values["shutdown_timeout"] or 0),
-        "heartbeat_timeout_s": _heartbeat_timeout_s(settings, environment),
-        "heartbeat_is_default": not settings.has("heartbeat_timeout"),
-        "preempt_grace_s": float(settings.values["preempt_grace"] or 0),
-        "sort_ip": settings.values["sort_ip"],
-        "enable_gpu_log": settings.values["enable_gpu_log"],
-        "trackers": settings.text("tracker") or "",
-        "page": _page(settings),
-        "profile": _profile(settings),
-        "port_range": _port_range(environment),
-        "fixed_port": first_port(settings, environment),
-        "environment_limit": environment.int("PADDLE_ENV_LIMIT_LEN"),
-    }
+def _note_choice(settings: Settings, ps_flags: list[str], num_gpus: int) -> None:
+    """Notes the choice in fleetrun's words, spelled as scripts that read its log expect them."""
+    if ps_flags:
+        found = [f"--{name}" for name in ps_flags]
+        settings.note("INFO", f"Run parameter-sever mode. pserver arguments:{found}, cuda count:{num_gpus}")
+    elif settings.has("ips"):
+        settings.note("INFO", f"Run collective mode. gpu arguments:['--ips'], cuda count:{num_gpus}")
+    elif num_gpus:
+        settings.warn("Not found distinct arguments and compiled with cuda. Default use collective mode")
 
 
-def _profile(settings: Settings) -> str:
-    """Returns the steps to profile as the workers read them; an empty text for none."""
-    text = settings.text("profile")
-    return "" if text is None else "{}:{}".format(*read_range(text, settings.named("profile")))
+def _loopback(machine: Machine) -> str | None:
+    return {"Linux": "lo", "Darwin": "lo0"}.get(machine.system)
 
 
-def _page(settings: Settings) -> int | None:
-    port = settings.number("page")
-    if port is not None and not 0 <= port < 65536:
-        raise ConfigError(f"{settings.named('page')} is {port}; it takes a port from 1 to 65535, or 0 for a free one.")
-    return port
+def _limits(settings: Settings, processes: Processes) -> Processes:
+    """Returns ``processes`` with how long each may be silent or take to end."""
+    return replace(
+        processes,
+        backend=settings.text("backend") or Processes.backend,
+        environment_limit=settings.environment.int("PADDLE_ENV_LIMIT_LEN"),
+        grace_s=settings.seconds("shutdown_timeout"),
+        heartbeat_timeout_s=_heartbeat_timeout_s(settings),
+        heartbeat_is_default=not settings.has("heartbeat_timeout"),
+        preempt_grace_s=settings.seconds("preempt_grace"),
+    )
 
 
-def _heartbeat_timeout_s(settings: Settings, environment: Environment) -> float:
+def _heartbeat_timeout_s(settings: Settings) -> float:
     """Returns the limit that was asked for; by default the timeout of collective calls, when that is longer."""
-    asked = float(settings.values["heartbeat_timeout"] or 0)
-    return asked if settings.has("heartbeat_timeout") else max(asked, environment.float("PADDLE_PG_TIMEOUT") / 1000)
+    asked = settings.seconds("heartbeat_timeout")
+    if settings.has("heartbeat_timeout"):
+        return asked
+    return max(asked, settings.environment.float("PADDLE_PG_TIMEOUT") / 1000)
+
+
+def _gloo(settings: Settings, servers: Servers) -> Servers:
+    """Returns ``servers`` with the rendezvous of gloo."""
+    return replace(
+        servers,
+        with_gloo=settings.one_of("with_gloo", (0, 1, 2)),
+        http_port=settings.port("http_port"),
+        gloo_port=settings.port("gloo_port") or Servers.gloo_port,
+    )
+
+
+def _logs(settings: Settings) -> Logs:
+    level = (settings.text("log_level") or "INFO").upper()
+    if level not in _LEVELS:
+        raise ConfigError(
+            f"{settings.named('log_level')} is {level!r}; it takes {', '.join(_LEVELS)}.{did_you_mean(level, _LEVELS)}"
+        )
+    steps = settings.text("profile")
+    return Logs(
+        folder=Path(settings.text("log_dir") or "log"),
+        level=level,
+        overwrites=bool(settings.values["log_overwrite"]),
+        style=settings.log_style,
+        has_gpu_log=bool(settings.values["enable_gpu_log"]),
+        trackers=settings.text("tracker") or "",
+        profile="" if steps is None else "{}:{}".format(*read_range(steps, settings.named("profile"))),
+    )
+
+
+def _page(settings: Settings, pod: Pod) -> Page | None:
+    port = settings.number("page")
+    if port is None:
+        return None
+    if not 0 <= port < 65536:
+        raise ConfigError(f"{settings.named('page')} is {port}; it takes a port from 1 to 65535, or 0 for a free one.")
+    return Page(port=port, folder=pod.scratch_path / "page")
 
 
 def check_name(name: str, source: str) -> str:
@@ -190,80 +235,26 @@ def check_name(name: str, source: str) -> str:
     return name
 
 
-def _one_of(settings: Settings, name: str, allowed: tuple[int, ...]) -> int:
-    value = settings.number(name)
-    if value is None or value not in allowed:
-        rule = ", ".join(f"{item}" for item in allowed)
-        raise ConfigError(f"{settings.named(name)} is {value!r}; it takes one of {rule}.")
-    return value
-
-
-def _port(settings: Settings, name: str) -> int | None:
-    value = settings.number(name)
-    if value is not None and not 0 < value < 65536:
-        raise ConfigError(f"{settings.named(name)} is {value}; it takes a port from 1 to 65535.")
-    return value
-
-
-def _log_level(settings: Settings) -> str:
-    level = (settings.text("log_level") or "INFO").upper()
-    if level not in _LEVELS:
-        raise ConfigError(
-            f"{settings.named('log_level')} is {level!r}; it takes {', '.join(_LEVELS)}.{did_you_mean(level, _LEVELS)}"
-        )
-    return level
-
-
-def _max_restart(settings: Settings) -> int:
-    """Returns how often workers are started again: only with ``--elastic_level 1`` or an explicit ``--max_restart``."""
-    count = settings.number("max_restart") or 0
-    level = settings.number("elastic_level")
-    if count < 0:
-        raise ConfigError(f"{settings.named('max_restart')} is {count}; it takes a number from 0.")
-    if level == 0:
-        if settings.has("max_restart") and count:
-            settings.warn(
-                "--elastic_level=0 stops the job on the first failure; "
-                f"{settings.named('max_restart')}={count} is ignored."
-            )
-        return 0
-    return count if level == 1 or settings.has("max_restart") else 0
-
-
-def _port_range(environment: Environment) -> tuple[int, int] | None:
-    text = environment.raw("PORT_RANGE")
-    if text is None:
-        return None
-    first, _, last = text.partition(":")
-    if not (first.strip().isdecimal() and last.strip().isdecimal()) or not 0 < int(first) <= int(last) < 65536:
-        raise ConfigError(f"PORT_RANGE is {text!r} in the environment; it takes first:last, as in 35100:64000.")
-    return int(first), int(last)
-
-
-def _identity() -> dict[str, Any]:
+def _new_pod() -> Pod:
     """Returns the random names that mark this launcher's part of the job."""
     pod_id = secrets.token_hex(8)
     letters = random.SystemRandom().choices(string.ascii_lowercase, k=6)
-    return {
-        "pod_name": "".join(letters),
-        "pod_id": pod_id,
-        "scratch_path": Path(tempfile.gettempdir()) / f"fleet-{pod_id}",
-    }
+    return Pod(name="".join(letters), id=pod_id, scratch_path=Path(tempfile.gettempdir()) / f"fleet-{pod_id}")
 
 
-def _with_secret(config: LaunchConfig, settings: Settings, environment: Environment) -> LaunchConfig:
+def _with_secret(config: LaunchConfig, settings: Settings) -> LaunchConfig:
     """Returns the configuration with the job's secret: the user's, or a new one where this node can pass it on."""
-    text = environment.raw("FLEET_JOB_SECRET")
+    text = settings.environment.raw("FLEET_JOB_SECRET")
     if text is not None:
         if not re.fullmatch(r"([0-9a-fA-F]{2}){16,}", text.strip()):
             raise ConfigError(
                 "FLEET_JOB_SECRET in the environment is not a key; it takes 32 hexadecimal digits or "
                 'more. Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
             )
-        return replace(config, secret=text.strip(), secret_is_users=True)
-    opens_meeting = config.master is None and not config.static_peers and not config.servers and not config.is_elastic
-    if config.is_single_node or opens_meeting:
-        return replace(config, secret=secrets.token_hex(_SECRET_BYTES))
+        return replace(config, pod=replace(config.pod, secret=text.strip(), secret_is_users=True))
+    # This node starts every process, or prints the command for the others with the secret in it.
+    if config.nodes.is_single or _opens_meeting(config):
+        return replace(config, pod=replace(config.pod, secret=secrets.token_hex(_SECRET_BYTES)))
     settings.warn(
         "FLEET_JOB_SECRET is not set, so the nodes of this job cannot prove to each other that they belong "
         "to it. Set it to the same random key on every node, unless only trusted machines reach these ports."
@@ -271,30 +262,41 @@ def _with_secret(config: LaunchConfig, settings: Settings, environment: Environm
     return config
 
 
-def _finish(config: LaunchConfig, settings: Settings, environment: Environment) -> LaunchConfig:
-    """Returns the configuration with its printed arguments and notes; checks what only the whole can tell."""
-    fixed = config.static_peers or (config.servers and not config.is_single_node)
-    if fixed and settings.has("max_restart") and config.max_restart:
+def _opens_meeting(config: LaunchConfig) -> bool:
+    """Returns whether this node prints the command, and in it the secret, for the others."""
+    is_listed = config.nodes.static_peers or config.servers.endpoints
+    return config.nodes.master is None and not is_listed and not config.elastic.is_elastic
+
+
+def _check_whole(config: LaunchConfig, settings: Settings) -> None:
+    """Raises ConfigError for values that contradict each other across the records."""
+    nodes = config.nodes
+    servers = config.servers
+    count = config.elastic.max_restart
+    fixed = nodes.static_peers or (servers.endpoints and not nodes.is_single)
+    if fixed and settings.has("max_restart") and count:
         raise ConfigError(
-            f"{settings.named('max_restart')}={config.max_restart} needs a place where the nodes meet "
+            f"{settings.named('max_restart')}={count} needs a place where the nodes meet "
             "again after a restart. Use --nnodes with --master instead of a fixed list of nodes."
         )
-    listed = config.workers if config.servers else ()
-    ports = {split_endpoint(item, "the list")[1] for item in listed} | {p for q in config.static_peers for p in q.ports}
-    if ports and settings.has("start_port") and config.fixed_port not in ports:
+    listed = servers.worker_endpoints if servers.endpoints else ()
+    ports = {split_endpoint(item, "the list")[1] for item in listed} | {p for q in nodes.static_peers for p in q.ports}
+    if ports and settings.has("start_port") and nodes.first_port not in ports:
         raise ConfigError(
             f"{settings.named('start_port')}={settings.text('start_port')} has nothing to begin: the endpoints of this "
             "job are listed with their ports. Omit it, or list the addresses without ports."
         )
-    threads = (config.nproc_per_node or 0) > 1 and not environment.has("OMP_NUM_THREADS")
-    if threads:
-        settings.note(
-            "INFO",
-            "OMP_NUM_THREADS is not set; each worker gets 1, so that the workers of this node do not "
-            "crowd each other out. Set it to use more CPU threads.",
-        )
-    arguments = _arguments(config, settings)
-    return replace(config, sets_thread_count=threads, arguments=arguments, notes=tuple(settings.notes))
+
+
+def _with_thread_count(config: LaunchConfig, settings: Settings) -> LaunchConfig:
+    if config.processes.num_workers <= 1 or settings.environment.has("OMP_NUM_THREADS"):
+        return config
+    settings.note(
+        "INFO",
+        "OMP_NUM_THREADS is not set; each worker gets 1, so that the workers of this node do not "
+        "crowd each other out. Set it to use more CPU threads.",
+    )
+    return replace(config, processes=replace(config.processes, sets_thread_count=True))
 
 
 def _arguments(config: LaunchConfig, settings: Settings) -> dict[str, object]:
@@ -307,7 +309,97 @@ def _arguments(config: LaunchConfig, settings: Settings) -> dict[str, object]:
     if settings.has("workers") and not settings.has("trainers"):
         values["trainers"] = settings.values["workers"]
     values["run_mode"] = config.mode
-    values["max_restart"] = config.max_restart  # the flag's default counts with --elastic_level 1 only
-    values["training_script"] = config.script
-    values["training_script_args"] = list(config.script_args)
+    # Shows the number that holds: the flag's default counts with --elastic_level 1 only.
+    values["max_restart"] = config.elastic.max_restart
+    values["training_script"] = config.script.name
+    values["training_script_args"] = list(config.script.args)
     return values
+
+
+def read_script(settings: Settings) -> Script:
+    """Returns the program of the workers, and warns of flags of the launcher that stand behind it.
+
+    Raises ConfigError when the program does not exist, cannot be run, or would import another ``fleet``.
+    """
+    try:
+        script = _find(settings)
+    except OSError as error:
+        raise ConfigError(f"The script {settings.line.script!r} cannot be looked for: {error.strerror}.") from None
+    _check_shadow(script)
+    for sentence in _misplaced_flags(script):
+        settings.warn(sentence)
+    return script
+
+
+def _find(settings: Settings) -> Script:
+    name = settings.line.script
+    args = settings.line.script_args
+    is_module = bool(settings.values["module"])
+    no_python = bool(settings.values["no_python"])
+    if is_module and no_python:
+        raise ConfigError("--module runs through Python and --no_python does not. Omit one of them.")
+    if is_module:
+        return Script(name=name, args=args, is_module=True)
+    if name == "run_check" and not Path(name).exists():
+        return Script(name="fleet", args=("run_check", *args), is_module=True)
+    if name.endswith(".py") and not no_python:
+        if not Path(name).is_file():
+            raise ConfigError(f"The script {name!r} does not exist (looked in {Path.cwd()}).{_near(name)}")
+        return Script(name=name, args=args)
+    if shutil.which(name, path=settings.environment.inherited().get("PATH")) is not None:
+        return Script(name=name, args=args, is_executable=True)
+    if not Path(name).exists():
+        raise ConfigError(
+            f"The script {name!r} is neither a file here ({Path.cwd()}) nor a program on PATH."
+            f"{_near(name)} For a module put -m before its name."
+        )
+    if Path(name).is_file() and os.sep not in name and os.access(name, os.X_OK):
+        return Script(name=f".{os.sep}{name}", args=args, is_executable=True)
+    raise ConfigError(
+        f"The script {name!r} is neither a .py file nor an executable. Make it executable (chmod +x), or "
+        "give it the ending .py."
+    )
+
+
+def _misplaced_flags(script: Script) -> list[str]:
+    """Returns a sentence for each flag of the launcher that stands behind the script and is not the script's own.
+
+    A flag whose name stands in the script's text is taken to be its own.
+    """
+    text = _text_of(script)
+    flags = [(word, BY_SPELLING.get(word.partition("=")[0])) for word in script.args if word.startswith("--")]
+    return [
+        f"{word} stands behind the script, so {script.name} gets it and the launcher does not. If it is meant for "
+        f"the launcher, write it before {script.name}."
+        for word, flag in flags
+        if flag is not None and not any(name in text for name in (flag.name, *flag.aliases))
+    ]
+
+
+def _check_shadow(script: Script) -> None:
+    """Raises ConfigError when ``import fleet`` in the script finds a file of the user instead of this package."""
+    folder = Path() if script.is_module else Path(script.name).parent
+    own_package = folder / "fleet" / "__init__.py"
+    shadow = folder / "fleet.py" if not own_package.exists() else own_package
+    if script.is_executable or not shadow.exists() or (folder / "fleet" / "facade.py").exists():
+        return
+    if script.is_module or _IMPORTS_FLEET.search(_text_of(script)):
+        raise ConfigError(
+            f"{shadow} stands beside {script.name}, so `import fleet` there finds it instead of this package. "
+            "Rename it."
+        )
+
+
+def _text_of(script: Script) -> str:
+    try:
+        return Path(script.name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _near(name: str) -> str:
+    folder = Path(name).parent
+    if not folder.is_dir():
+        return ""
+    near = get_close_matches(Path(name).name, [p.name for p in folder.iterdir() if p.is_file()], n=1, cutoff=0.6)
+    return f" Did you mean {f'{folder / near[0]}'!r}?" if near else ""

@@ -1,24 +1,40 @@
-"""Whether a job is elastic and what it then needs, from flags and variables; etcd is not opened here."""
+"""Whether a job is elastic, and its settings, from flags and variables; etcd is not opened here."""
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
-from fleet._addresses import hide_user, join_endpoint, split_endpoint, split_master
+from fleet.common.addresses import hide_user, join_endpoint, split_endpoint, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.launch.cli.settings import Settings
 from fleet.launch.membership.etcd_address import check_etcd_client, read_etcd_address
-from fleet.launch.plan.nodes import read_range
 from fleet.launch.plan.records import Elastic, LaunchConfig, Nodes
 
 
-def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> tuple[Elastic, Nodes]:
-    """Returns the elastic settings and the nodes they lead to; raises ConfigError for half of a pair."""
+def read_elastic(settings: Settings, nodes: Nodes, *, has_servers: bool) -> tuple[Elastic, Nodes]:
+    """Returns the elastic settings and the nodes they lead to.
+
+    Raises:
+        ConfigError: one flag of a pair is missing, or the flags contradict each other.
+        UnsupportedOptionError: the job has parameter servers, and is elastic or is to save itself at one step.
+    """
+    elastic, nodes = _read_family(settings, nodes)
+    if has_servers:
+        _check_server_job(settings, elastic)
+    settings.one_of("elastic_level", (-1, 0, 1))
+    elastic = replace(elastic, max_restart=_max_restart(settings), timeout_s=settings.seconds("elastic_timeout"))
+    return elastic, nodes
+
+
+def _read_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
+    """Returns the settings by the older family of flags, ``--elastic_server`` with ``--np``, or by the newer one."""
+    environment = settings.environment
     server = _server(settings, environment)
     np = settings.text("np")
     if server is None and np is None:
-        return _newer_family(settings, environment, nodes)
+        return _newer_family(settings, nodes)
     if server is None or np is None:
         given, missing = ("np", "elastic_server") if server is None else ("elastic_server", "np")
         raise ConfigError(
@@ -26,7 +42,7 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
             "and a number of nodes, as in --elastic_server=10.0.0.1:2379 --np=2 --job_id=JOB."
         )
     _check_one_family(settings)
-    low, high = read_range(settings, "np")
+    low, high = settings.node_range("np")
     scale = settings.number("scale") or 0
     if scale < 0:
         raise ConfigError(f"{settings.named('scale')} is {scale}; it takes the number of nodes to add, from 0.")
@@ -34,25 +50,39 @@ def read_elastic(settings: Settings, environment: Environment, nodes: Nodes) -> 
         settings.warn("The elastic job has no --job_id; jobs named 'default' on one etcd server would mix.")
     split_hook(settings.text("elastic_pre_hook"), settings.named("elastic_pre_hook"))
     if settings.has("elastic_server"):
-        settings.values["elastic_server"] = hide_user(f"etcd://{server}").removeprefix("etcd://")  # as it is printed
+        # The configuration block prints this value, so the user and password of etcd must be gone from it.
+        settings.values["elastic_server"] = hide_user(f"etcd://{server}").removeprefix("etcd://")
     elastic = Elastic(
         is_elastic=True,
-        elastic_server=server,
-        elastic_ttl_s=_ttl_s(environment),
+        server=server,
+        ttl_s=_ttl_s(environment),
         is_scheduled=True,
-        elastic_scale=scale,
-        elastic_force=bool(settings.values["force"]),
-        elastic_pre_hook=settings.text("elastic_pre_hook"),
-        elastic_fault_level=_fault_level(settings, environment),
+        scale=scale,
+        force=bool(settings.values["force"]),
+        pre_hook=settings.text("elastic_pre_hook"),
+        fault_level=_fault_level(settings, environment),
     )
-    nodes = Nodes(
-        min_nodes=low + scale,
-        max_nodes=high + scale,
-        node_rank=_asked_rank(settings, high + scale),
-        host=settings.text("host") or nodes.host,
-        is_single_node=False,
-    )
-    return elastic, nodes
+    rank = _asked_rank(settings, high + scale)
+    # The nodes meet on etcd: a master, a list or a port that the scheduler's environment holds does not count.
+    nodes = replace(nodes, master=None, static_peers=(), store_port=None)
+    host = settings.text("host") or nodes.host
+    return elastic, replace(nodes, min=low + scale, max=high + scale, rank=rank, host=host, is_single=False)
+
+
+def _max_restart(settings: Settings) -> int:
+    """Returns how often workers are started again: only with ``--elastic_level 1`` or an explicit ``--max_restart``."""
+    count = settings.number("max_restart") or 0
+    level = settings.number("elastic_level")
+    if count < 0:
+        raise ConfigError(f"{settings.named('max_restart')} is {count}; it takes a number from 0.")
+    if level == 0:
+        if settings.has("max_restart") and count:
+            settings.warn(
+                "--elastic_level=0 stops the job on the first failure; "
+                f"{settings.named('max_restart')}={count} is ignored."
+            )
+        return 0
+    return count if level == 1 or settings.has("max_restart") else 0
 
 
 def _check_one_family(settings: Settings) -> None:
@@ -62,7 +92,7 @@ def _check_one_family(settings: Settings) -> None:
             raise ConfigError(
                 f"--{name}={settings.text(name)} and {settings.named('np')}={settings.text('np')} contradict each "
                 "other: the nodes of a job with --elastic_server and --np meet on etcd, and --np is their number. Use "
-                "these two, or --master etcd://ip:port --nnodes MIN:MAX --elastic_level 1."
+                "these two, or --master etcd://ip:port --nnodes MIN:MAX --job_id JOB."
             )
 
 
@@ -100,10 +130,12 @@ def _server(settings: Settings, environment: Environment) -> str | None:
         raise ConfigError(f"{settings.named('elastic_server')} is {text!r}; it takes ip:port of etcd.")
     if text is not None:
         return split_master(text if "://" in text else f"etcd://{text}", settings.named("elastic_server"))[1]
-    if not environment.has("PADDLE_ELASTIC_NP"):  # Kubernetes sets the pair below for any job beside an etcd
+    # Kubernetes sets the pair below for every pod beside a service called etcd, so alone it means nothing.
+    if not environment.has("PADDLE_ELASTIC_NP"):
         return None
     names = ("PADDLE_ELASTIC_ETCD_SERVICE_HOST", "PADDLE_ELASTIC_ETCD_SERVICE_PORT")
-    host, port = environment.raw(names[0]), environment.int(names[1])
+    host = environment.raw(names[0])
+    port = environment.int(names[1])
     if bool(host) != bool(port):
         raise ConfigError(
             f"{names[0]} is {host!r} and {names[1]} {port or None!r} in the environment; they belong together. Set "
@@ -121,20 +153,21 @@ def _ttl_s(environment: Environment) -> int:
     return ttl_s
 
 
-def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) -> tuple[Elastic, Nodes]:
-    """Returns whether ``--nnodes MIN:MAX`` makes the job elastic; a warning names what is missing."""
+def _newer_family(settings: Settings, nodes: Nodes) -> tuple[Elastic, Nodes]:
+    """Returns whether ``--nnodes MIN:MAX`` makes the job elastic; a warning names the missing flags."""
+    environment = settings.environment
     etcd = (nodes.master or "").startswith("etcd://")
-    is_range = nodes.min_nodes != nodes.max_nodes
+    is_range = nodes.min != nodes.max
     level = settings.number("elastic_level")
     for name in ("scale", "force", "elastic_pre_hook"):
         if settings.has(name) and settings.values[name]:
             raise ConfigError(
                 f"{settings.named(name)} belongs to an elastic job. Add --elastic_server and --np, or omit it."
             )
-    ttl_s = _ttl_s(environment) if etcd else Elastic.elastic_ttl_s
+    ttl_s = _ttl_s(environment) if etcd else Elastic.ttl_s
     if not is_range and not (etcd and level == 1):
-        return Elastic(elastic_ttl_s=ttl_s), nodes
-    is_off = level != 1 and (etcd or settings.has("elastic_level"))
+        return Elastic(ttl_s=ttl_s), nodes
+    is_off = level != 1 and settings.has("elastic_level")
     absences = (
         (nodes.master is None, "--master ip:port or etcd://ip:port"),
         (etcd and not settings.has("job_id"), "--job_id"),
@@ -145,17 +178,17 @@ def _newer_family(settings: Settings, environment: Environment, nodes: Nodes) ->
     if not missing:
         settings.values["elastic_level"] = 1
         server = (nodes.master or "").removeprefix("etcd://") if etcd else None
-        return Elastic(is_elastic=True, elastic_server=server, elastic_ttl_s=_ttl_s(environment)), nodes
+        return Elastic(is_elastic=True, server=server, ttl_s=_ttl_s(environment)), nodes
     settings.warn(
-        f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min_nodes} "
-        f"node{'s' if nodes.min_nodes > 1 else ''}."
+        f"The job is not elastic; missing: {', '.join(missing)}. It starts with exactly {nodes.min} "
+        f"node{'s' if nodes.min > 1 else ''}."
     )
-    if nodes.min_nodes == 1 and not etcd:
-        return Elastic(), Nodes(host=settings.text("host"))
-    return Elastic(elastic_ttl_s=ttl_s), Nodes(**{**vars(nodes), "max_nodes": nodes.min_nodes})
+    if nodes.min == 1 and not etcd:
+        return Elastic(), replace(nodes, max=1, rank=-1, master=None, host=settings.text("host"), is_single=True)
+    return Elastic(ttl_s=ttl_s), replace(nodes, max=nodes.min)
 
 
-def check_server_job(settings: Settings, elastic: Elastic) -> None:
+def _check_server_job(settings: Settings, elastic: Elastic) -> None:
     """Raises UnsupportedOptionError when a job of parameter servers is elastic, or is to save itself at one step."""
     if float(settings.values["preempt_grace"] or 0):
         raise UnsupportedOptionError(
@@ -176,7 +209,7 @@ def check_server_job(settings: Settings, elastic: Elastic) -> None:
 
 def needs_etcd(config: LaunchConfig) -> bool:
     """Returns whether the nodes of the job meet on etcd."""
-    return config.elastic_server is not None or (config.master or "").startswith("etcd://")
+    return config.elastic.server is not None or (config.nodes.master or "").startswith("etcd://")
 
 
 def check_elastic(config: LaunchConfig, environment: Environment) -> None:
@@ -189,7 +222,7 @@ def check_elastic(config: LaunchConfig, environment: Environment) -> None:
 
 def etcd_server(config: LaunchConfig) -> str:
     """Returns the address of etcd as it was written."""
-    return config.elastic_server or config.master or ""
+    return config.elastic.server or config.nodes.master or ""
 
 
 def split_hook(text: str | None, source: str) -> tuple[str, ...]:

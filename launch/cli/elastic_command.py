@@ -1,4 +1,4 @@
-"""``python -m fleet.elastic``: changes the number of nodes of a running elastic job, shows a job, removes what is left.
+"""``python -m fleet.elastic``: scales a running elastic job, shows a job, removes the records of a dead one.
 
 Only this module and the launchers write a job's keys, on etcd or at the launcher where the nodes meet; each change is a
 compare-and-set on its one record.
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fleet._addresses import split_endpoint, split_master
+from fleet.common.addresses import split_endpoint, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import check_name
@@ -51,10 +51,13 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = 
         code = _run(arguments, environment)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as head, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+    except BrokenPipeError:
+        # The reader, such as head, has read enough.
+        # Python flushes standard output once more at its end, and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as stop:  # argparse has printed the usage, or the help
+    except SystemExit as stop:
+        # argparse has printed the usage or the help.
         return stop.code if isinstance(stop.code, int) else 0
     except ConfigError as error:
         return _report(error, 2)
@@ -143,7 +146,7 @@ def _service(master: str, secret: bytes) -> KeyValueClient:
 
 
 def _printable(text: str) -> str:
-    """Returns ``text`` for a terminal: what anybody has written to etcd moves no cursor and begins no line."""
+    """Returns ``text`` for a terminal: records that anybody may write to etcd move no cursor and begin no line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -177,7 +180,9 @@ class ElasticJob:
     """
 
     def __init__(self, store: EtcdStore | KeyValueClient, job_id: str, secret: bytes | None = None) -> None:
-        self._store, self._job_id, self._prefix = store, job_id, job_prefix(job_id)
+        self._store = store
+        self._job_id = job_id
+        self._prefix = job_prefix(job_id)
         self._proofs = RecordProofs(secret, self._prefix)
         self._stranger = "no record of a launcher" if secret is None else "without a proof of FLEET_JOB_SECRET"
 

@@ -1,4 +1,4 @@
-"""Every flag of the launcher as one table: name, group, default, environment twins, and what becomes of it.
+"""Every flag of the launcher as one table: name, group, default, environment twins, and fate.
 
 Three families meet here: Fleet's newer launcher (``--devices --nnodes --master``), ``fleetrun`` (``--gpus --ips
 --server_num --worker_num``) and torchrun (``--nproc-per-node --node-rank --rdzv-endpoint``). A flag is used, or
@@ -31,14 +31,7 @@ HEALTH_FLAGS: tuple[tuple[str, int, str, dict[str, Any]], ...] = (
 )
 
 _NODES = (
-    make_flag(
-        "nnodes",
-        NODES,
-        "1",
-        "number of nodes, N or MIN:MAX",
-        env=("PADDLE_NNODES", "PET_NNODES"),
-        style=LAUNCH,
-    ),
+    make_flag("nnodes", NODES, "1", "number of nodes, N or MIN:MAX", env=("PADDLE_NNODES", "PET_NNODES"), style=LAUNCH),
     make_flag(
         "master",
         NODES,

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fleet._addresses import check_distinct, join_endpoint, split_endpoint, split_list
+from fleet.common.addresses import check_distinct, join_endpoint, split_endpoint, split_list
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.launch.cli.modes import is_scheduled_ps
 from fleet.launch.cli.settings import Settings
 from fleet.launch.plan.local_machine import Machine
-from fleet.launch.plan.records import Roles
+from fleet.launch.plan.records import Nodes, Servers
 
 _FIRST_WORKER_PORT = 6170  # of workers listed without a port, counted up along the list
 
 
-def read_roles(settings: Settings, environment: Environment, machine: Machine, *, meets: bool) -> Roles:
-    """Returns the servers and workers; ``meets`` says that several nodes meet, each with counts of its own."""
+def read_servers(settings: Settings, machine: Machine, nodes: Nodes, *, is_scheduled: bool) -> tuple[Servers, Nodes]:
+    """Returns the servers and workers, and the nodes as their lists make them.
+
+    Args:
+        settings: the flags.
+        machine: this machine.
+        nodes: one node, or nodes that meet, each with its counts.
+        is_scheduled: whether a scheduler may have made this node one server or one worker.
+
+    Raises:
+        ConfigError: counts and lists contradict each other, or a kind of process is missing.
+    """
+    if settings.has("nproc_per_node"):
+        raise ConfigError(
+            f"{settings.named('nproc_per_node')} belongs to collective jobs. In a parameter-server job "
+            "--worker_num says how many workers this node starts."
+        )
+    servers, place = _read(settings, machine, meets=not nodes.is_single, is_scheduled=is_scheduled)
+    if nodes.is_single and place is not None:
+        nodes = replace(nodes, is_single=False, host=place or settings.text("host") or machine.address)
+    return servers, nodes
+
+
+def _read(settings: Settings, machine: Machine, *, meets: bool, is_scheduled: bool) -> tuple[Servers, str | None]:
+    """Returns the servers and workers, and the address of this node where lists name several; empty: unknown."""
     servers = _servers(settings)
     workers = _workers(settings)
     server_num = _count(settings, ("server_num",))
     worker_num = _count(settings, ("worker_num", "trainer_num"))
-    if not any((servers, workers)) and server_num is None and worker_num is None and is_scheduled_ps(environment):
+    if not any((servers, workers)) and server_num is None and worker_num is None and is_scheduled:
         for name in ("server_standby", "server_shards", "server_spare"):
             if settings.values[name]:
                 raise ConfigError(
                     f"{settings.named(name)}: a scheduler starts the pods of this job, so the launcher cannot add "
                     "servers or ports. Omit it."
                 )
-        return _from_scheduler(environment)
+        return _from_scheduler(settings.environment)
     _check_count(settings, "server_num", server_num, servers)
     _check_count(settings, "worker_num", worker_num, workers)
     has_standbys = bool(settings.values["server_standby"])
@@ -41,7 +63,7 @@ def read_roles(settings: Settings, environment: Environment, machine: Machine, *
     shards, spare = _read_shards(settings, server_num, counts_alone=not (servers or meets))
     if not servers and not workers:
         counts = _from_counts(server_num, worker_num, meets=meets)
-        return replace(counts, server_standby=has_standbys, server_shards=shards, server_spare=spare)
+        return replace(counts, has_standbys=has_standbys, shards=shards, spares=spare), None
     if meets:
         raise ConfigError(
             "--servers and --workers list every node beforehand, and --nnodes or --master lets the nodes "
@@ -126,7 +148,7 @@ def _check_count(settings: Settings, name: str, count: int | None, listed: list[
         )
 
 
-def _from_counts(server_num: int | None, worker_num: int | None, *, meets: bool) -> Roles:
+def _from_counts(server_num: int | None, worker_num: int | None, *, meets: bool) -> Servers:
     if not meets:
         for kind, count in (("server", server_num), ("worker", worker_num)):
             if not count:
@@ -137,7 +159,7 @@ def _from_counts(server_num: int | None, worker_num: int | None, *, meets: bool)
                 )
     elif not server_num and not worker_num:
         raise ConfigError("This node starts neither a server nor a worker. Give it --server_num or --worker_num.")
-    return Roles(server_num=server_num or 0, worker_num=worker_num or 0, is_single_node=not meets)
+    return Servers(num_servers=server_num or 0, num_workers=worker_num or 0)
 
 
 def _from_lists(
@@ -147,7 +169,7 @@ def _from_lists(
     workers: list[str],
     server_num: int | None,
     worker_num: int | None,
-) -> Roles:
+) -> tuple[Servers, str | None]:
     host = settings.text("host")
 
     def is_own(endpoint: str) -> bool:
@@ -157,54 +179,33 @@ def _from_lists(
     local_servers = tuple(i for i, endpoint in enumerate(servers) if is_own(endpoint))
     local_workers = tuple(i for i, endpoint in enumerate(workers) if is_own(endpoint))
     single = len(local_servers) == len(servers) and len(local_workers) == len(workers)
+    missing = "server" if not servers else "worker"
     if single and not (servers and workers):
-        return _half_listed(servers, workers, server_num, worker_num, local_servers, local_workers)
-    if not servers or not workers:
+        # One node with one kind listed and the other counted.
+        if not (worker_num if servers else server_num):
+            raise ConfigError(f"The {missing}s are missing: add --{missing}_num=N or --{missing}s=ip:port,ip:port.")
+    elif not servers or not workers:
         raise ConfigError(
-            f"--{'servers' if servers else 'workers'} lists other nodes, so --"
-            f"{'workers' if servers else 'servers'} must list its endpoints too."
+            f"--{'servers' if servers else 'workers'} lists other nodes, so --{missing}s must list its endpoints too."
         )
-    if not local_servers and not local_workers:
+    elif not local_servers and not local_workers:
         raise ConfigError(
             f"This node ({host or machine.address}) is neither in --servers={','.join(servers)} nor in "
             f"--workers={','.join(workers)}. Add its address, or name this node with --host."
         )
-    return Roles(
-        server_num=len(local_servers),
-        worker_num=len(local_workers),
-        servers=tuple(servers),
-        workers=tuple(workers),
-        local_servers=local_servers,
-        local_workers=local_workers,
-        is_single_node=single,
-        host=host,
-    )
-
-
-def _half_listed(
-    servers: list[str],
-    workers: list[str],
-    server_num: int | None,
-    worker_num: int | None,
-    local_servers: tuple[int, ...],
-    local_workers: tuple[int, ...],
-) -> Roles:
-    """Returns the roles of one node where one kind is listed and the other counted."""
-    missing, count = ("server", server_num) if not servers else ("worker", worker_num)
-    if not count:
-        raise ConfigError(f"The {missing}s are missing: add --{missing}_num=N or --{missing}s=ip:port,ip:port.")
-    return Roles(
-        server_num=len(servers) or count,
-        worker_num=len(workers) or count,
-        servers=tuple(servers),
-        workers=tuple(workers),
+    listed = Servers(
+        num_servers=len(local_servers) if servers else server_num or 0,
+        num_workers=len(local_workers) if workers else worker_num or 0,
+        endpoints=tuple(servers),
+        worker_endpoints=tuple(workers),
         local_servers=local_servers,
         local_workers=local_workers,
     )
+    return listed, None if single else host or ""
 
 
-def _from_scheduler(environment: Environment) -> Roles:
-    """Returns the role of this pod: one server or one worker, at place PADDLE_TRAINER_ID of its list."""
+def _from_scheduler(environment: Environment) -> tuple[Servers, str]:
+    """Returns this pod's one server or one worker, at place PADDLE_TRAINER_ID of its list, and its address."""
     role = (environment.first("TRAINING_ROLE", "PADDLE_TRAINING_ROLE") or "").strip().upper()
     if role not in ("PSERVER", "TRAINER"):
         raise ConfigError(f"TRAINING_ROLE is {role!r} in the environment; a launcher starts PSERVER or TRAINER.")
@@ -223,13 +224,12 @@ def _from_scheduler(environment: Environment) -> Roles:
             f"{len(servers)} servers and {len(workers)} workers. Check the job's replicas."
         )
     own = (index,)
-    return Roles(
-        server_num=len(own) if role == "PSERVER" else 0,
-        worker_num=len(own) if role == "TRAINER" else 0,
-        servers=tuple(servers),
-        workers=tuple(workers),
+    listed_pods = Servers(
+        num_servers=len(own) if role == "PSERVER" else 0,
+        num_workers=len(own) if role == "TRAINER" else 0,
+        endpoints=tuple(servers),
+        worker_endpoints=tuple(workers),
         local_servers=own if role == "PSERVER" else (),
         local_workers=own if role == "TRAINER" else (),
-        is_single_node=False,
-        host=split_endpoint(listed[index], name)[0],
     )
+    return listed_pods, split_endpoint(listed[index], name)[0]

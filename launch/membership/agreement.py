@@ -1,7 +1,7 @@
-"""Who is in the job, agreed on by all its nodes: pure functions from a view of the store to what one node does next.
+"""The members of the job, agreed on by all its nodes: pure functions from a view of the store to a node's next action.
 
 Every node keeps one leased key ``node/ID``; one key ``world`` holds the current generation. Each change of ``world`` is
-a compare-and-set, so all nodes see the same sequence of worlds, whoever writes them::
+a compare-and-set, so all nodes see the same sequence of worlds, and any node may write the next::
 
     over (nobody yet) -> proposed -> fixed -> complete
         ^                   |          |
@@ -30,9 +30,8 @@ from dataclasses import dataclass, replace
 
 from fleet.launch.membership import world as _world
 from fleet.launch.membership.world import COMPLETE, FIXED, OVER, PROPOSED, Node, Reason, World
+from fleet.launch.restarts import IN_PLACE, SCHEDULER, RestartRule
 
-# What a failed worker means for the job.
-SCHEDULER, IN_PLACE, END = "scheduler", "in_place", "end"
 _STOPPING = (_world.RUNNING, _world.WORKERS_DONE, _world.DONE, _world.LEAVING)
 _FINISHING = (_world.WORKERS_DONE, _world.DONE)
 _CAME_BACK = (_world.WAITING,)
@@ -40,7 +39,7 @@ _CAME_BACK = (_world.WAITING,)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the command line says of the job; the number of nodes counts only until the record holds one.
+    """The job as the command line describes it; the number of nodes counts only until the record holds one.
 
     A world is proposed at ``max_nodes``, or at ``min_nodes`` once nothing changed for ``quiet_s``. ``is_elastic`` is
     False for a job of a fixed number of nodes: a lost node ends it.
@@ -51,12 +50,12 @@ class Rules:
     quiet_s: float = 30.0
     sort_ip: bool = False
     is_elastic: bool = True
-    fault: str = SCHEDULER
+    restarts: RestartRule = RestartRule(fault=SCHEDULER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What a node does next: ``write`` the world, ``acknowledge`` or ``enter`` it, ``hold``, ``leave`` or ``wait``.
+    """The next action of a node: ``write`` the world, ``acknowledge`` or ``enter`` it, ``hold``, ``leave`` or ``wait``.
 
     To ``leave`` is to exit with ``code``; ``complete`` is the end of a generation whose every node is done.
     """
@@ -90,13 +89,13 @@ def decide(
     trusts_absence: bool = True,
     was_scaled: bool = False,
 ) -> Action:
-    """Returns what node ``name`` does next.
+    """Returns the next action of node ``name``.
 
     Args:
         name: this node.
         nodes: the nodes whose lease is alive.
-        world: the record; None when there is none.
-        rules: what the command line says.
+        world: the record; None before the first one.
+        rules: the settings of this launcher.
         quiet_s: for how long the set of nodes has not changed.
         joined: the generation this node runs in or ran in last; None before the first.
         trusts_absence: False soon after the store was out of reach: nodes may not have come back yet.
@@ -106,7 +105,7 @@ def decide(
     waits = own is None or own.phase in (_world.WAITING, _world.READY)
     number = 0 if joined is None else joined.generation
     if joined is not None and (world is None or world.generation < number):
-        # The store has lost the record, or came back with an older one: what this node knows is newer.
+        # The store has lost the record, or came back with an older one: the record that this node ran in is newer.
         return Action(kind="write", world=replace(joined, state=OVER, reason=None) if waits else joined)
     coming = next_world(nodes, world, rules, quiet_s=quiet_s, trusts_absence=trusts_absence)
     if coming is not None:
@@ -209,7 +208,8 @@ def blamed_reason(world: World, node: str, *, leaves: bool) -> Reason:
 def _wanted_change(nodes: Mapping[str, Node], world: World, rules: Rules, quiet_s: float) -> str:
     """Returns "scaled" or "joined" when the number of nodes that run has to change, else an empty text."""
     if any(nodes[n].phase in _FINISHING for n in world.nodes if n in nodes):
-        return ""  # the job is about to end; nobody is stopped for it any more
+        # The job is about to end; its workers are not stopped for another number of nodes any more.
+        return ""
     size = len(world.nodes)
     if not world.min_nodes <= size <= world.max_nodes:
         return "scaled"
@@ -221,10 +221,11 @@ def _wanted_change(nodes: Mapping[str, Node], world: World, rules: Rules, quiet_
 
 def _after_the_end(nodes: Mapping[str, Node], world: World, rules: Rules, quiet_s: float) -> World | None:
     if world.reason is not None and not world.reason.restart:
-        # Over for good. Once its nodes have left, whoever comes starts the job from scratch.
+        # Over for good. Once its nodes have left, a launcher that comes starts the job from scratch.
         return None if any(n in nodes for n in world.nodes) else first_world(rules, world.generation)
     if any(node.phase in _STOPPING for node in nodes.values()):
-        return None  # still stopping its workers; it will come or leave
+        # A node still stops its workers. It will wait again or leave; only then it is known who can be a member.
+        return None
     conflicts = rank_conflicts(nodes)
     candidates = {name: node for name, node in nodes.items() if name not in conflicts}
     count = len(candidates)
@@ -250,14 +251,14 @@ def _nobody_is_awaited(world: World, rules: Rules) -> bool:
     """
     if world.reason is None or not world.nodes:
         return False
-    return world.reason.kind != "failed" or rules.fault == IN_PLACE
+    return world.reason.kind != "failed" or rules.restarts.fault == IN_PLACE
 
 
 def own_node(node: Node, seen: Node) -> Node:
     """Returns this node as its own decisions see it; ``seen`` is its key on the store, which may lag behind.
 
-    What is still to be written is already true, but an acknowledgement counts once it is there: to the others a member
-    that waits in a fixed generation has come back from a loss.
+    A change that is still to be written is already true, but an acknowledgement counts once it is there: to the others
+    a member that waits in a fixed generation has come back from a loss.
     """
     acknowledged = (seen.phase, seen.generation) == (node.phase, node.generation)
     phase = _world.WAITING if node.phase == _world.READY and not acknowledged else node.phase
@@ -339,7 +340,7 @@ def wanted_text(world: World) -> str:
 
 
 def census(nodes: Mapping[str, Node], world: World | None, rules: Rules) -> str:
-    """Returns what a waiting node waits for, as the log says it."""
+    """Returns the sentence of the log about the nodes that a waiting node waits for."""
     here = sorted(node.host for node in nodes.values() if node.phase in (_world.WAITING, _world.READY))
     busy = sorted(node.host for node in nodes.values() if node.phase in _STOPPING)
     wanted = "?" if world is None else wanted_text(world)

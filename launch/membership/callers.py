@@ -1,4 +1,4 @@
-"""Ports that anybody can reach: how many connections one may hold, and who is turned away when there are too many.
+"""Ports that anybody can reach: how many connections one may hold, and which callers are turned away beyond that.
 
 A descriptor is all that an idle stranger needs to take, so a port holds fewer connections than the process may have
 open files. Where there is no room the caller closes the connection that has proved nothing for the longest time: who
@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fleet.common.own_thread import OwnThread
+
 # Left for processes, their log files and the rest of this process; of a low limit, half.
 _OTHER_FILES = 256
 _TICK_S = 0.1
@@ -24,8 +26,9 @@ _MOST_NAMES = 10
 
 
 def most_connections(wanted: int) -> int:
-    """Returns how many connections a port may hold: ``wanted``, or what the limit of open files leaves."""
-    import resource  # not on Windows, where workers of a server may still run
+    """Returns how many connections a port may hold: ``wanted``, or as many as the limit of open files leaves."""
+    # resource does not exist on Windows, where workers of a server may still run.
+    import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -48,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accept(listener: socket.socket, make_room: Callable[[], bool]) -> tuple[socket.socket, str] | None:
-    """Returns a new connection that does not block, and its address; None when there is none.
+    """Returns a new connection that does not block, and its address; None when nobody waits.
 
     When this process has no descriptor left, ``make_room`` is asked to close a connection.
     """
@@ -56,7 +59,8 @@ def accept(listener: socket.socket, make_room: Callable[[], bool]) -> tuple[sock
         sock, address = listener.accept()
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE) and not make_room():
-            time.sleep(_TICK_S)  # the caller is still at the door, and would be announced again at once
+            # No file is free. The caller stays in the queue and would be announced again at once.
+            time.sleep(_TICK_S)
         return None
     sock.setblocking(False)
     return sock, f"{address[0]}:{address[1]}"
@@ -70,13 +74,16 @@ class Seldom:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said, self._since = say, set[str](), 0.0
+        self._say = say
+        self._said = set[str]()
+        self._since = 0.0
 
     def __call__(self, host: str, line: str, now: float | None = None) -> None:
         """Says ``line`` unless one about ``host``, or that more are left out, was said in this minute."""
         now = time.monotonic() if now is None else now
         if now - self._since >= _SAY_AGAIN_S:
-            self._since, self._said = now, set()
+            self._since = now
+            self._said = set()
         if host not in self._said and len(self._said) <= _MOST_NAMES:
             self._said.add(host)
             is_last = len(self._said) > _MOST_NAMES
@@ -115,14 +122,17 @@ class Answerer:
         longest: int,
         name: str,
     ) -> None:
-        self._listener, self._answer = listener, answer
-        self._most, self._limit_s, self._longest = most_connections(most), limit_s, longest
+        self._listener = listener
+        self._answer = answer
+        self._most = most_connections(most)
+        self._limit_s = limit_s
+        self._longest = longest
         self._callers: dict[int, _Caller] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = OwnThread(self._run, name=name)
         self._thread.start()
 
     def close(self) -> None:
@@ -137,7 +147,8 @@ class Answerer:
                     if key.data is None:
                         self._accept()
                     elif (caller := self._callers.get(key.fd)) is not None and caller is key.data:
-                        self._serve(caller)  # another one has the descriptor where it made room
+                        # A caller that was closed to make room may have left its descriptor number to another one.
+                        self._serve(caller)
                 while self._callers and time.monotonic() - self._oldest().opened_at > self._limit_s:
                     self._drop_oldest()
         finally:
@@ -154,7 +165,8 @@ class Answerer:
             caller = _Caller(accepted[0], time.monotonic())
             self._callers[caller.sock.fileno()] = caller
             self._selector.register(caller.sock, selectors.EVENT_READ, caller)
-            self._serve(caller)  # what it has to say has often come with it
+            # The first message has often come with the connection, and then needs no round of the selector.
+            self._serve(caller)
 
     def _serve(self, caller: _Caller) -> None:
         try:

@@ -1,23 +1,23 @@
-"""The membership of a node in a job of several: it carries out what ``agreement`` decides, over a store.
+"""The membership of a node in a job of several: it carries out the decisions of ``agreement``, over a store.
 
 [Note: the protocol] The launchers of a job talk to each other through the records of a :class:`Store` alone: a key of
 each node (its phase, and the generation it acknowledged), and ``world``, the record of the current generation. One
 round, the same for fixed and elastic jobs and for both stores::
 
     publish(node: waiting)                                 join
-    swap(world: proposed N+1, members in rank order)       whoever first sees enough nodes; one swap wins
+    swap(world: proposed N+1, members in rank order)       the first to see enough nodes; one swap wins
     publish(node: ready, N+1)                              each member
-    swap(world: fixed)                                     whoever first sees that all are ready
+    swap(world: fixed)                                     the first to see that all are ready
     publish(node: running, N+1); start the workers         each member, once it has read "fixed"
     ...
     publish(node: workers_done), publish(node: done)       each member whose workers ended with 0
-    swap(world: complete)                                  whoever first sees that all are done
+    swap(world: complete)                                  the first to see that all are done
 
-    swap(world: over, reason)                              who fails, is told to stop, or sees that a member is gone
+    swap(world: over, reason)                              a node that fails, is told to stop, or misses a member
     stop the workers, then publish(node: waiting)          each member, when the reason says restart; else exit
 
 A node writes before it acts: it is ready before anybody may call the generation fixed, and the reason of an end is
-written before its own workers are stopped. What a node has read may be old, so nothing follows from a view but a swap
+written before its own workers are stopped. A view may be old, so nothing follows from a view but a swap
 that compares, or the next wait. A node that may be given up by the others (``is_cut_off``) stops its workers first and
 asks afterwards. Only the main thread runs this code, and it takes no lock; the store's threads wake it through
 ``fileno``.
@@ -33,8 +33,8 @@ from typing import Any
 from fleet.errors import RendezvousError
 from fleet.launch.membership import agreement as _agreement
 from fleet.launch.membership import world as _world
-from fleet.launch.membership.agreement import END, IN_PLACE, SCHEDULER, Action, Rules, decide, wanted_text
-from fleet.launch.membership.generation import Generation, LeftJobError, Outcome, StoppedBySignalError, taken_name
+from fleet.launch.membership.agreement import Action, Rules, decide, wanted_text
+from fleet.launch.membership.generation import Generation, LeftJobError, StoppedBySignalError, taken_name
 from fleet.launch.membership.record_proof import RecordProofs
 from fleet.launch.membership.store import Store, StoreLostError, View
 from fleet.launch.membership.world import FIXED, NODE_PREFIX, OVER, WORLD_KEY, Node, Reason, World
@@ -43,12 +43,12 @@ from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.report import looks_like_victim
 from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.supervisor import PeerEvent
+from fleet.launch.restarts import RESTART_CODE, Outcome, RestartRule
 
-RESTART_CODE = 101  # asks the scheduler of an elastic job to start this node again
-ERROR_CODE = 3
 _LOOK_S = 0.5
 _FIRST_NOTICE_S, _LONGEST_NOTICE_S = 5.0, 60.0
-_VICTIM_S, _DECLARE_S = 1.0, 2.0
+_VICTIM_S = 1.0
+_DECLARE_S = 2.0
 _RETRY_S = 0.1
 # Jobs of a fixed number of nodes wait ten times --elastic_timeout for absent ones, as in Paddle; so does every job for
 # its store.
@@ -59,43 +59,35 @@ _LINGER_S = 5.0  # for the others to read how the job ended, on the node that ho
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How one launcher takes part: its rules, and what it may do that the rules of the job leave to it."""
+    """How one launcher takes part: the rules that all nodes share, and its own limits."""
 
     rules: Rules
-    max_restarts: int = 0
     changes_np: bool = False  # --scale or --force: takes its own number of nodes into the record
     grace_s: float = 30.0
     wait_limit_s: float | None = None  # None: survivors wait without limit
 
 
 def read_settings(config: LaunchConfig) -> EngineSettings:
-    """Returns how a launcher with ``config`` takes part.
-
-    The older family of flags asks a scheduler for a restart (exit code 101), unless ``--max_restart`` was given; the
-    newer one restarts in place.
-    """
-    in_place = not config.is_scheduled or config.max_restart > 0
-    fault = IN_PLACE if in_place else SCHEDULER if config.elastic_fault_level == 1 else END
+    """Returns how a launcher with ``config`` takes part."""
     rules = Rules(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        quiet_s=config.elastic_timeout_s,
-        sort_ip=config.sort_ip,
-        is_elastic=config.is_elastic,
-        fault=fault,
+        min_nodes=config.nodes.min,
+        max_nodes=config.nodes.max,
+        quiet_s=config.elastic.timeout_s,
+        sort_ip=config.nodes.sort_ip,
+        is_elastic=config.elastic.is_elastic,
+        restarts=RestartRule.of(config),
     )
     return EngineSettings(
         rules=rules,
-        max_restarts=config.group_restarts,
-        changes_np=config.elastic_force or config.elastic_scale > 0,
-        grace_s=config.grace_s,
-        wait_limit_s=None if config.is_elastic else patience_s(config),
+        changes_np=config.elastic.force or config.elastic.scale > 0,
+        grace_s=config.processes.grace_s,
+        wait_limit_s=None if config.elastic.is_elastic else patience_s(config),
     )
 
 
 def patience_s(config: LaunchConfig) -> float:
     """Returns how long absent nodes of a fixed job, and the store of every job, are waited for."""
-    return config.elastic_timeout_s * _PATIENCE
+    return config.elastic.timeout_s * _PATIENCE
 
 
 class Engine:
@@ -104,9 +96,9 @@ class Engine:
     Args:
         store: the standing contact with the store; its key is that of ``name``.
         name: unique name of this node.
-        node: what this node publishes.
+        node: the record that this node publishes.
         settings: how this launcher takes part.
-        secret: the job's secret; empty when there is none.
+        secret: the job's secret; empty: the nodes share no secret.
     """
 
     def __init__(
@@ -120,20 +112,26 @@ class Engine:
         signals: SignalInbox,
         secret: bytes = b"",
     ) -> None:
-        self._proofs, self._strangers = RecordProofs(secret, store.prefix), set[str]()
-        self._store, self.name, self._settings = store, name, settings
+        self._proofs = RecordProofs(secret, store.prefix)
+        self._strangers = set[str]()
+        self._store = store
+        self.name = name
+        self._settings = settings
         self._node = replace(node, is_elastic=settings.rules.is_elastic)
-        self._rules, self._log, self._signals = settings.rules, log, signals
+        self._rules = settings.rules
+        self._log = log
+        self._signals = signals
         self.world: World | None = None  # the generation this node runs in, or ran in last
         self._members: tuple[frozenset[str], float] = (frozenset(), time.monotonic())
         self._reason: Reason | None = None
         self._was_scaled = self._is_admitted = self._was_stopped = False
         self._silence = ""
-        self._linger_s: float | None = 0.0  # nobody needs the store of a host that leaves before the start
+        # Nobody needs the store of a host that leaves before the start; later it stays for the others to read the end.
+        self._linger_s: float | None = 0.0
 
     @property
     def news(self) -> Engine:
-        """What the other nodes want."""
+        """The wishes of the other nodes."""
         return self
 
     # -- meeting ------------------------------------------------------------------------------------------------
@@ -147,6 +145,7 @@ class Engine:
             StoppedBySignalError: a signal came; ``exit_code`` is 128 + its number.
             StoreLostError: the store is gone for good.
         """
+        # No worker runs here now, so having been cut off has no consequence for the next generation.
         self._store.rejoin()
         self._publish(phase=_world.WAITING, peer={**peer, **self._store.fields})
         began = time.monotonic()
@@ -171,14 +170,15 @@ class Engine:
             self._wait_for_news()
 
     def _admit(self) -> None:
-        """Takes the number of nodes of this launcher for a new job, and checks it against that of a running one."""
+        """Checks this launcher's number of nodes against the job's; ``--scale`` and ``--force`` change the job's."""
         if self._is_admitted or self._store.silence():
             return
         view = self._view()
         world, nodes = _world.read_world(view), _world.read_nodes(view)
         ended = world is not None and world.reason is not None and not world.reason.restart
         if world is None or world.state == _world.COMPLETE or (ended and not any(n in nodes for n in world.nodes)):
-            return  # there is nothing to agree with yet
+            # No job runs yet, so this launcher sets the number of nodes itself.
+            return
         own = (self._rules.min_nodes, self._rules.max_nodes)
         if own == (world.min_nodes, world.max_nodes):
             self._is_admitted = True
@@ -195,12 +195,13 @@ class Engine:
             self._log.info(f"The job had {wanted_text(world)} nodes and has {asked} from now on.")
 
     def _scale_command(self, wanted: str) -> str:
-        where, job_id = self._store.where, self._store.prefix.strip("/").rpartition("/")[2]
+        where = self._store.where
+        job_id = self._store.prefix.strip("/").rpartition("/")[2]
         flag = f"--master={where.removeprefix('at ')}" if where.startswith("at ") else "--elastic_server=HOST:PORT"
         return f"python -m fleet.elastic {flag} --job_id={job_id} --np={wanted} scale"
 
     def _step(self) -> Action:
-        """Does what this node has to do now, and returns what that was."""
+        """Carries out the next action of this node, and returns it."""
         self._watch_silence()
         view = self._view()
         self._name_strangers(view)
@@ -222,14 +223,17 @@ class Engine:
             was_scaled=self._was_scaled,
         )
         if action.kind == "write" and action.world is not None:
-            if not self._silence:  # else the main thread would wait for it, and could not stop the workers in time
+            # While the store is silent a swap would hold the main thread, which could not stop the workers in time.
+            if not self._silence:
                 self._swap(view, action.world)
         elif action.kind == "acknowledge" and action.world is not None:
             self._publish(phase=_world.READY, generation=action.world.generation)
         return action
 
     def _enter(self, world: World) -> Generation:
-        self.world, self._was_scaled, self._is_admitted = world, False, True
+        self.world = world
+        self._was_scaled = False
+        self._is_admitted = True
         self._publish(phase=_world.RUNNING, generation=world.generation)
         return Generation(world.generation - 1, world.peers, world.nodes.index(self.name), world.restarts)
 
@@ -248,8 +252,10 @@ class Engine:
     def _check_limits(self, waited_s: float) -> None:
         if self._store.is_taken:
             raise RendezvousError(taken_name(self.name))
-        view, limit_s = self._view(), self._settings.wait_limit_s
-        is_forgotten = waited_s > self._store.forget_s  # what a launcher that was killed held is free by now
+        view = self._view()
+        limit_s = self._settings.wait_limit_s
+        # Until then the key of a launcher that was killed may still hold the rank or the name.
+        is_forgotten = waited_s > self._store.forget_s
         if is_forgotten and self.name in _agreement.rank_conflicts(_world.read_nodes(view)):
             raise RendezvousError(f"--rank {self._node.rank} is held by another node of this job. Give each its own.")
         if is_forgotten and self._is_held_by_strangers(view):
@@ -287,7 +293,8 @@ class Engine:
             reason = None if action.world is None else action.world.reason
             is_calm = reason is not None and reason.kind in ("left", "stopped", "joined", "scaled")
             return PeerEvent("stop", self._settings.grace_s) if is_calm else PeerEvent("stop")
-        nodes, world = _world.read_nodes(self._view()), self.world
+        nodes = _world.read_nodes(self._view())
+        world = self.world
         over = (_world.WORKERS_DONE, _world.DONE)
         if world is not None and all(n in nodes and nodes[n].phase in over for n in world.nodes):
             return PeerEvent("servers")
@@ -303,7 +310,8 @@ class Engine:
         """Ends the generation on every node, unless another node did so first: then its reason stands."""
         if self._is_told_to_stop(result):
             self._was_stopped = True
-            goes_on = self._rules.is_elastic and not self._node.serves  # nobody agrees on anything without the store
+            # With its host the store goes, and without the store the other nodes cannot agree to go on.
+            goes_on = self._rules.is_elastic and not self._node.serves
             kind = "left" if goes_on else "stopped"
             text = f"The launcher of {self._place} was stopped by signal {result.stop_signal}."
             reason = Reason(kind=kind, code=result.exit_code, node=self.name, text=text, restart=goes_on)
@@ -314,6 +322,7 @@ class Engine:
         else:
             reason = self._failure(result.exit_code, failure)
         self._reason = self._declare_over(reason)
+        # The others see "leaving" at once; a node that only goes is lost to them when its lease ends.
         if self._was_stopped or self._asks_scheduler(self._reason):
             self._publish(phase=_world.LEAVING)
 
@@ -327,17 +336,14 @@ class Engine:
         return f"pod {self._node.peer.get('name', self.name)} on {self._node.host}"
 
     def _failure(self, code: int, text: str) -> Reason:
-        fault, world = self._rules.fault, self.world
-        if fault == SCHEDULER:
-            return Reason(kind="failed", code=RESTART_CODE, node=self.name, text=text, restart=True)
-        if fault == IN_PLACE:
-            restart = world is not None and world.restarts < self._settings.max_restarts
-            return Reason(kind="failed", code=code, node=self.name, text=text, restart=restart)
-        return Reason(kind="failed", code=ERROR_CODE if fault == END else code, node=self.name, text=text)
+        assert self.world is not None
+        outcome = self._rules.restarts.of_generation(code, self.world.restarts)
+        return Reason(kind="failed", code=outcome.exit_code, node=self.name, text=text, restart=outcome.restart)
 
     def _may_be_victim(self, result: GroupResult) -> bool:
         """Returns whether the failure looks like the loss of a peer on another node: then that node is to blame."""
-        first, world = result.first_failure, self.world
+        first = result.first_failure
+        world = self.world
         if world is None or len(world.nodes) == 1 or not self._rules.is_elastic:
             return False
         return result.preempted or (first is not None and looks_like_victim(first, result.log_start_bytes))
@@ -370,15 +376,22 @@ class Engine:
                 return world.reason
             if self.world is None or world.generation != self.world.generation or world.state != FIXED:
                 return reason
-            counts = reason.kind == "failed" and self._rules.fault == IN_PLACE and reason.restart
-            if self._swap(view, replace(world, state=OVER, reason=reason, restarts=world.restarts + counts)):
+            if self._swap(view, self._ended(world, reason)):
                 return reason
-        return reason  # the store does not answer: the end of this node's lease will tell the others
+        # The store does not answer: the end of this node's lease will tell the others.
+        return reason
+
+    def _ended(self, world: World, reason: Reason) -> World:
+        """Returns ``world`` as it ends; a restart after a failure is counted in it, so that every node counts alike."""
+        counts = reason.kind == "failed" and self._rules.restarts.counts(reason.restart)
+        return replace(world, state=OVER, reason=reason, restarts=world.restarts + counts)
 
     def settle(self, result: GroupResult) -> Outcome:
         """Follows the reason that came first; after a success waits for the others."""
-        reason, self._reason = self._reason, None
+        reason = self._reason
+        self._reason = None
         self._linger_s = _LINGER_S
+        # A signal to this launcher decides for this node, whatever the reason says to the others.
         if self._was_stopped:
             return Outcome(result.exit_code)
         if reason is not None and reason.kind == "victim" and reason.node == self.name:
@@ -424,8 +437,7 @@ class Engine:
         view = self._fresh_view()
         world = None if view is None else _world.read_world(view)
         if view is not None and world is not None and self._is_over(world):
-            counts = failure.restart and self._rules.fault == IN_PLACE
-            self._swap(view, replace(world, reason=failure, restarts=world.restarts + counts))
+            self._swap(view, self._ended(world, failure))
         if self._asks_scheduler(failure):
             self._publish(phase=_world.LEAVING)
         return failure
@@ -462,10 +474,13 @@ class Engine:
 
     def close(self) -> None:
         """Leaves the job; the last node takes its record along when it is told to stop, or a fixed job never ran."""
-        world = _world.read_world(self._view())
-        takes_record = self._was_stopped or (world is not None and not self._rules.is_elastic and not world.nodes)
-        record = WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None
-        self._store.close(record, linger_s=self._linger_s)
+        record = None
+        try:
+            world = _world.read_world(self._view())
+            takes_record = self._was_stopped or (world is not None and not self._rules.is_elastic and not world.nodes)
+            record = WORLD_KEY if takes_record and (world is None or world.state != _world.COMPLETE) else None
+        finally:
+            self._store.close(record, linger_s=self._linger_s)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
@@ -487,7 +502,7 @@ class Engine:
                 )
 
     def _is_held_by_strangers(self, view: View) -> bool:
-        """Returns whether others have this job's record and are alive; what they left behind may be taken over.
+        """Returns whether living launchers with another secret hold this job's record; a dead job's may be taken over.
 
         Who has been in a generation knows the record, and writes it again.
         """
@@ -517,4 +532,4 @@ class Engine:
         self._store.drain()
         if signals := self._signals.take():
             self._was_stopped = True
-            raise StoppedBySignalError(f"Terminating with signal {signals[0]}", 128 + signals[0])
+            raise StoppedBySignalError(signals[0])

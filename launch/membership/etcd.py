@@ -1,6 +1,6 @@
-"""A thin layer over etcd3gw: several endpoints, a user and password, revisions, and errors that say what is known.
+"""A thin layer over etcd3gw: several endpoints, a user and password, revisions, and errors with their cause.
 
-The client speaks etcd's JSON gateway. What it lacks stands here: a token that is renewed, another endpoint when one
+The client speaks etcd's JSON gateway. This module adds the rest: a token that is renewed, another endpoint when one
 does not answer, the revision of a read, and a compare-and-set that takes a lease. One :class:`EtcdStore` belongs to one
 thread; its connections are not shared. No proxy variable and no variable that names a certificate bundle is looked at.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from etcd3gw import Etcd3Client
 from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError, Etcd3Exception, InternalServerError
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd_address import EtcdAddress
 from fleet.launch.membership.store import View
@@ -55,7 +55,8 @@ class EtcdStore:
         self._address = address
         self._clients = [_client(address, endpoint, timeout_s) for endpoint in address.endpoints]
         self._has_token = [False] * len(self._clients)
-        self._first, self._has_answered = 0, False
+        self._first = 0
+        self._has_answered = False
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
@@ -68,8 +69,10 @@ class EtcdStore:
         view = View(int(answer["header"]["revision"]))
         for item in answer.get("kvs", ()):
             with contextlib.suppress(ValueError, RecursionError):
-                key, text = _unpack(item["key"])[len(prefix) :], _unpack(item.get("value", ""))
-                view.texts[key], view.created[key] = text, int(item["create_revision"])
+                key = _unpack(item["key"])[len(prefix) :]
+                text = _unpack(item.get("value", ""))
+                view.texts[key] = text
+                view.created[key] = int(item["create_revision"])
                 view.values[key] = json.loads(text)
         return view
 
@@ -124,7 +127,7 @@ class EtcdStore:
     def watch(self, prefix: str, idle_s: float) -> Iterator[None]:
         """Yields once for each change under ``prefix`` until the connection ends or was silent for ``idle_s``.
 
-        It is a hint: a change may be missed, so whoever uses it also reads at intervals.
+        It is a hint: a change may be missed, so its users also read at intervals.
         """
         client = self._clients[self._first]
         create = {"create_request": {"key": _pack(prefix), "range_end": _pack_end(prefix)}}
@@ -150,10 +153,17 @@ class EtcdStore:
             index = (self._first + step) % len(self._clients)
             try:
                 answer = self._post(index, path, payload)
-            except (ConnectionFailedError, ConnectionTimeoutError, InternalServerError, ValueError) as error:
+            except (
+                ConnectionFailedError,
+                ConnectionTimeoutError,
+                InternalServerError,
+                ValueError,
+                RecursionError,
+            ) as error:
                 errors.append(_words(error))
                 continue
-            self._first, self._has_answered = index, True
+            self._first = index
+            self._has_answered = True
             return answer
         is_down = all(_REFUSED in text for text in errors)
         expects_tls = self._address.ca is None and not self._has_answered
@@ -165,7 +175,11 @@ class EtcdStore:
         for attempt in (1, 2):
             self._authenticate(index)
             try:
-                return dict(client.post(client.get_url(path), json=payload))
+                answer = client.post(client.get_url(path), json=payload)
+                if not isinstance(answer, dict) or not answer.keys() & {"header", "result"}:
+                    # A proxy may answer with any JSON, so the shape of the answer is checked as well.
+                    raise ValueError(f"what answers there is not etcd: {answer!r:.100}")
+                return answer
             except Etcd3Exception as error:
                 if isinstance(error, ConnectionFailedError | ConnectionTimeoutError):
                     raise
@@ -205,25 +219,27 @@ def _client(address: EtcdAddress, endpoint: str, timeout_s: float) -> Etcd3Clien
         cert_key=address.key,
         timeout=timeout_s,
     )
-    client.session.trust_env = False  # REQUESTS_CA_BUNDLE would win over the job's own authority; no proxy is meant
+    # The environment's REQUESTS_CA_BUNDLE would win over the job's own authority, and its proxies do not lead to etcd.
+    client.session.trust_env = False
     return client
 
 
 def _words(error: Exception) -> str:
-    """Returns what etcd said, or how the connection failed; never what was sent."""
+    """Returns etcd's answer, or how the connection failed; never the request, which may hold a password."""
     text = getattr(error, "detail_text", None) or f"{error}"
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         data = json.loads(text)
         text = data.get("error") or data.get("message") or text
     return f"{text}".strip()
 
 
 def _short(text: str, *, expects_tls: bool) -> str:
-    """Returns the cause in a chain of connection errors, and what to look at where that is certain."""
+    """Returns the cause in a chain of connection errors, and the variable to check where that is certain."""
     if "timed out" in text:
         return "timed out"
     if (tls := _TLS.search(text)) is not None:
-        is_own = any(word in tls[1] for word in ("alert", "PEM", "key values"))  # an alert is the other side's
+        # An alert is the other side's refusal; the other words mean that the files of this side cannot be used.
+        is_own = any(word in tls[1] for word in ("alert", "PEM", "key values"))
         return f"TLS: {tls[1].rstrip('.')}; check {'FLEET_ETCD_CERT and FLEET_ETCD_KEY' if is_own else 'FLEET_ETCD_CA'}"
     if expects_tls and "closed connection" in text:
         return "it closed the connection; does it speak TLS? Then set FLEET_ETCD_CA"

@@ -1,4 +1,4 @@
-"""Where etcd listens and how this job proves who it is, read from the address and from variables; nothing is opened."""
+"""The address of etcd and the proofs of this job, read from the address and from variables; nothing is opened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote
 
-from fleet._addresses import hide_user, split_list, split_master
+from fleet.common.addresses import hide_user, split_list, split_master
 from fleet.env import Environment
 from fleet.errors import ConfigError
 
@@ -37,7 +37,7 @@ def read_etcd_address(server: str, environment: Environment, source: str = "The 
 
     FLEET_ETCD_USER and FLEET_ETCD_PASSWORD keep the password off the command line; FLEET_ETCD_CA turns TLS on, and
     FLEET_ETCD_CERT with FLEET_ETCD_KEY is this client's own certificate. ``source`` is how messages name the address.
-    Raises ConfigError for what is no address, for a file that is not there, and for half of a pair.
+    Raises ConfigError for a text that is no address, a file that is absent, and half of a pair.
 
     Example:
         >>> read_etcd_address("me:pw@10.0.0.1:2379", Environment({}))

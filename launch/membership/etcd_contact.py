@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import LaunchError
 from fleet.launch.membership.etcd import EtcdStore, EtcdUnreachableError
 from fleet.launch.membership.etcd_address import EtcdAddress
@@ -48,9 +49,13 @@ class EtcdContact(Wakeup):
         self, address: EtcdAddress, *, prefix: str, key: str, ttl_s: int, is_outage: Callable[[], bool]
     ) -> None:
         super().__init__()
-        self.prefix, self._key, self._is_outage = prefix, key, is_outage
+        self.prefix = prefix
+        self._key = key
+        self._is_outage = is_outage
         self.ttl_s: float = ttl_s
-        self.where, self.forget_s, self.is_lost = "on etcd", ttl_s + _FORGET_S, False  # it may always come back
+        self.where = "on etcd"
+        self.forget_s = ttl_s + _FORGET_S
+        self.is_lost = False  # it may always come back
         self.answer: ContactAnswer | None = None  # tells the other launchers whether etcd answers this one
         self.fields: Mapping[str, Any] = {}
         self._period_s = min(_PERIOD_S, ttl_s / 6)
@@ -61,17 +66,19 @@ class EtcdContact(Wakeup):
         self._lease: int | None = None
         self._leases: set[int] = set()  # all that this launcher has had
         self.has_claimed = self.is_taken = False  # this node's key: by this launcher, by another one
-        self._text: str | None = None  # what this node's key has to hold
+        self._text: str | None = None  # the text that this node's key has to hold
         self._written: str | None = None
         self._error: LaunchError | None = None
         self._closing = threading.Event()
         self._wake = threading.Event()
         began = time.monotonic()
-        self._view = self._own_store.read(prefix)  # the first one is not retried: a wrong address shows itself here
-        self._answered_at, self._steady_since = began, began - ttl_s
+        # The first read is not retried, so that a wrong address is an error at once.
+        self._view = self._own_store.read(prefix)
+        self._answered_at = began
+        self._steady_since = began - ttl_s
         self.is_cut_off = False
         self._threads = [
-            threading.Thread(target=target, name=f"etcd-{target.__name__.strip('_')}", daemon=True)
+            OwnThread(target, name=f"etcd-{target.__name__.strip('_')}", then=self.notify)
             for target in (self._keep, self._hear, self._count)
         ]
         for thread in self._threads:
@@ -81,6 +88,8 @@ class EtcdContact(Wakeup):
 
     def view(self) -> View:
         """Returns the newest view, however old."""
+        for thread in self._threads:
+            thread.check()
         return self._view
 
     def publish(self, text: str) -> None:
@@ -110,7 +119,7 @@ class EtcdContact(Wakeup):
             return None
 
     def silence(self) -> str:
-        """Returns what is wrong with etcd at present; empty when it answers."""
+        """Returns why etcd does not answer at present; empty when it does."""
         return "" if self._error is None else f"{self._error}"
 
     def has_contact(self) -> bool:
@@ -169,24 +178,29 @@ class EtcdContact(Wakeup):
         if self._lease is not None and not self._own_store.keep_alive(self._lease):
             self._lease = None
         if self._lease is None:
-            self._lease, self._written = self._own_store.grant(int(self.ttl_s)), None
+            self._lease = self._own_store.grant(int(self.ttl_s))
+            self._written = None
             self._leases.add(self._lease)
-        text, key = self._text, self.prefix + self._key
+        text = self._text
+        key = self.prefix + self._key
         if text is None or text == self._written:
             return
         if self._written is None:
             claimed = self._own_store.claim(key, text, self._lease, self._leases)
-            self.has_claimed, self.is_taken = self.has_claimed or claimed, not claimed
+            self.has_claimed = self.has_claimed or claimed
+            self.is_taken = not claimed
         else:
             self._own_store.put(key, text, self._lease)
         self._written = None if self.is_taken else text
 
     def _hear(self) -> None:
         while not self._closing.is_set():
-            for _ in self._hint_store.watch(self.prefix, _WATCH_IDLE_S):
-                if self._closing.is_set():
-                    return
-                self._wake.set()
+            # Hints alone: the thread that renews meets the same error and keeps it.
+            with contextlib.suppress(LaunchError):
+                for _ in self._hint_store.watch(self.prefix, _WATCH_IDLE_S):
+                    if self._closing.is_set():
+                        return
+                    self._wake.set()
             time.sleep(_COUNT_S)
 
     def _count(self) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 from fleet.env import Environment
 from fleet.errors import LaunchError, RendezvousError
 from fleet.launch.cli.elastic import etcd_server
@@ -24,7 +24,7 @@ from fleet.launch.processes.signals import SignalInbox
 
 _RETRY_S = 0.5
 _NOTICE_PERIOD_S = 5.0
-PORT_FIELD = "contact_port"  # in what a node publishes: where it can be asked about etcd
+PORT_FIELD = "contact_port"  # of a published node: the port at which it can be asked about etcd
 
 
 def open_on_etcd(
@@ -37,29 +37,31 @@ def open_on_etcd(
         LaunchError: etcd refused the user, or a signal came.
     """
     address = read_etcd_address(etcd_server(config), environment)
-    if config.arguments.get("host") is None:
-        config = replace(config, host=own_host(address))
-    assert config.host is not None
+    if config.command.arguments.get("host") is None:
+        config = replace(config, nodes=replace(config.nodes, host=own_host(address)))
+    assert config.nodes.host is not None
     members: list[Engine] = []
 
     def is_outage() -> bool:
-        return bool(members) and nobody_has_contact(_others(members[0]), config.secret.encode())
+        return bool(members) and nobody_has_contact(_others(members[0]), config.pod.secret.encode())
 
     contact = _first_contact(config, address, is_outage, log, signals)
     try:
-        contact.answer = ContactAnswer(config.host, config.secret.encode(), config.pod_id, contact.has_contact)
+        contact.answer = ContactAnswer(
+            config.nodes.host, config.pod.secret.encode(), config.pod.id, contact.has_contact
+        )
     except LaunchError:
         contact.close()
         raise
     contact.fields = {PORT_FIELD: contact.answer.port}
     membership = Engine(
         contact,
-        name=config.pod_id,
-        node=Node(host=config.host, rank=config.node_rank),
+        name=config.pod.id,
+        node=Node(host=config.nodes.host, rank=config.nodes.rank),
         settings=read_settings(config),
         log=log,
         signals=signals,
-        secret=config.secret.encode(),
+        secret=config.pod.secret.encode(),
     )
     members.append(membership)
     return config, membership
@@ -95,8 +97,8 @@ def _first_contact(
             return EtcdContact(
                 address,
                 prefix=job_prefix(config.job_id),
-                key=NODE_PREFIX + config.pod_id,
-                ttl_s=config.elastic_ttl_s,
+                key=NODE_PREFIX + config.pod.id,
+                ttl_s=config.elastic.ttl_s,
                 is_outage=is_outage,
             )
         except EtcdUnreachableError as error:
@@ -110,4 +112,4 @@ def _first_contact(
                 log.info(f"Waiting peer start... {error}")
         signals.wait(_RETRY_S)
         if stops := signals.take():
-            raise StoppedBySignalError(f"Terminating with signal {stops[0]}", 128 + stops[0])
+            raise StoppedBySignalError(stops[0])

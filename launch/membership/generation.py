@@ -1,4 +1,4 @@
-"""Who the peers of each generation are, and what the end of this node's processes means for the job.
+"""The peers of each generation, and the outcome when this node's processes have ended.
 
 Supervision knows nothing of this, and this knows nothing of processes: the loop in ``job`` asks for the next
 generation, runs it, and hands the result back. There are two memberships: :class:`Alone`, a node that asks nobody, and
@@ -14,6 +14,7 @@ from typing import Any
 from fleet.errors import LaunchError
 from fleet.launch.plan.records import GroupResult
 from fleet.launch.processes.supervisor import PeerNews
+from fleet.launch.restarts import Outcome, RestartRule
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,19 @@ class Generation:
     restarts: int = 0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What follows from the end of a generation: another one, or the launcher's exit code."""
-
-    exit_code: int
-    restart: bool = False
-
-
 class StoppedBySignalError(LaunchError):
-    """A signal came while the launcher waited for the other nodes; ``exit_code`` is 128 + its number."""
+    """A signal came while the launcher waited; ``exit_code`` is 128 + its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"Terminating with signal {number}", 128 + number)
 
 
 class LeftJobError(LaunchError):
-    """The job needs nothing of this node (any more); ``exit_code`` is 0 unless the job has failed meanwhile."""
+    """The job needs nothing of this node (any more); ``exit_code`` is 0 unless the job has failed."""
 
 
 def taken_name(pod_id: str) -> str:
-    """Returns what a launcher says when another one of the job has its name: they would be one node to the others."""
+    """Returns the error of a launcher whose name another one has: the others would take both for one node."""
     return f"Another launcher of this job has the pod id {pod_id}; it is drawn at each start. Start this one again."
 
 
@@ -56,11 +52,13 @@ class Alone:
     Args:
         peers: every node's record when they were listed; empty for a node alone.
         node_rank: this node's place in ``peers``.
-        max_restarts: how often failed workers start a new generation.
+        rule: the restart rule of the job.
     """
 
-    def __init__(self, *, max_restarts: int, peers: tuple[Mapping[str, Any], ...], node_rank: int) -> None:
-        self._max_restarts, self._peers, self._node_rank = max_restarts, peers, node_rank
+    def __init__(self, *, rule: RestartRule, peers: tuple[Mapping[str, Any], ...], node_rank: int) -> None:
+        self._rule = rule
+        self._peers = peers
+        self._node_rank = node_rank
         self._number = -1
 
     @property
@@ -77,9 +75,10 @@ class Alone:
         """Has nobody to tell."""
 
     def settle(self, result: GroupResult) -> Outcome:
-        """Restarts after a failure while restarts are left; otherwise the group's code is the launcher's."""
-        restart = result.first_failure is not None and self._number < self._max_restarts
-        return Outcome(result.exit_code, restart)
+        """Follows the restart rule after a failure; otherwise the group's code is the launcher's."""
+        if result.first_failure is None:
+            return Outcome(result.exit_code)
+        return self._rule.of_generation(result.exit_code, self._number)
 
     def close(self) -> None:
         """Has nothing to leave."""

@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 
-from fleet._addresses import join_endpoint
-from fleet._sealing import PROOF_BYTES, same
+from fleet.common.addresses import join_endpoint
+from fleet.common.sealing import PROOF_BYTES, same
 from fleet.errors import LaunchError
 from fleet.launch.membership import sealed_frames as _frames
 from fleet.launch.membership.sealed_frames import Message
@@ -33,7 +33,7 @@ class StoreRefusedError(LaunchError):
 
 
 class _ClosedError(StoreRefusedError):
-    """The service closed the connection in the handshake, as one that strangers crowd may do too."""
+    """The service closed the connection in the handshake: another secret, or too many strangers before it."""
 
 
 class KeyValueClient:
@@ -41,12 +41,14 @@ class KeyValueClient:
 
     Args:
         address: host and port of the service.
-        secret: the job's secret; empty when there is none.
+        secret: the job's secret; empty: the nodes share no secret.
         ttl_s: the service deletes the leased keys after this long without a sign of life.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, *, ttl_s: float) -> None:
-        self.address, self._secret, self.ttl_s = address, secret, ttl_s
+        self.address = address
+        self._secret = secret
+        self.ttl_s = ttl_s
         self._session: str | None = None
         self._channels: dict[str, _Channel] = {}  # "requests" and "waits"
         self._lock = threading.Lock()
@@ -56,6 +58,7 @@ class KeyValueClient:
     def connect(self) -> None:
         """Opens the session; raises StoreLostError when nobody answers, StoreRefusedError when the secrets differ."""
         with self._lock:
+            # A service that strangers crowd may close this connection before its proof, which looks like a refusal.
             for left in reversed(range(_REFUSED_TRIES)):
                 try:
                     self._channels["requests"] = self._open(_REQUEST_S)
@@ -85,12 +88,14 @@ class KeyValueClient:
 
     def close(self) -> None:
         """Ends the session; the leased keys are gone when it returns."""
+        # Set before the lock is asked for: a request that repeats under the lock sees it and gives up.
         self._closed = True
         with contextlib.suppress(LaunchError, OSError), self._lock:
             if "requests" in self._channels:
                 self._channels["requests"].request({"op": "close"}, 1.0)
         for channel in list(self._channels.values()):
-            channel.close()  # a thread in wait() wakes up with StoreLostError
+            # This wakes the thread in wait() with StoreLostError.
+            channel.close()
 
     def _request(self, message: Message) -> Message:
         with self._lock:
@@ -114,9 +119,11 @@ class KeyValueClient:
             except (OSError, _frames.WireError, StoreLostError) as error:
                 if name in self._channels:
                     self._channels.pop(name).close()
+                # The service has given this node up; to connect again would not bring its keys back.
                 if isinstance(error, StoreLostError):
                     raise
-                now, margin_s = time.monotonic(), min(_STOP_S, self.ttl_s / 4)
+                now = time.monotonic()
+                margin_s = min(_STOP_S, self.ttl_s / 4)
                 give_up_at = give_up_at or max(self._answered_at + self.ttl_s - margin_s, now + _RECONNECT_S)
                 if self._closed or now > give_up_at:
                     silent_s = now - self._answered_at
@@ -132,7 +139,8 @@ class KeyValueClient:
         except StoreRefusedError as error:
             if self._session is None:
                 raise
-            raise ConnectionResetError(f"{error}") from error  # it knew this node before, so it is shutting down
+            # The service knew this node before, so it does not refuse it: it is shutting down.
+            raise ConnectionResetError(f"{error}") from error
         try:
             message: Message = {"op": "session", "ttl_s": self.ttl_s}
             if self._session is not None:
@@ -164,7 +172,8 @@ class _Channel:
             raise StoreRefusedError(
                 f"What listens on {where} is no Fleet rendezvous service. Choose another port for --master."
             )
-        service_nonce, nonce = hello[len(_frames.MAGIC) :], _frames.make_nonce()
+        service_nonce = hello[len(_frames.MAGIC) :]
+        nonce = _frames.make_nonce()
         self._sock.sendall(_frames.MAGIC + nonce + _frames.proof(secret, b"client", service_nonce, nonce))
         try:
             given = self._receive(PROOF_BYTES)
@@ -178,7 +187,7 @@ class _Channel:
         return _frames.Seals(secret, service_nonce, nonce, is_service=False)
 
     def request(self, message: Message, timeout_s: float) -> Message:
-        """Returns the answer; raises OSError or WireError when there is none, StoreLostError when it is an error."""
+        """Returns the answer; raises OSError or WireError when none comes, StoreLostError when it is an error."""
         self._sock.settimeout(timeout_s)
         self._sock.sendall(self._seals.pack(message))
         header = self._receive(_frames.HEADER_BYTES)

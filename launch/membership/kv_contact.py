@@ -7,12 +7,12 @@ lost: it held the job's records in the memory of the launcher that hosted it.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from fleet._addresses import join_endpoint
+from fleet.common.addresses import join_endpoint
+from fleet.common.own_thread import OwnThread
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_service import KeyValueService
 from fleet.launch.membership.store import StoreLostError, View
@@ -44,21 +44,29 @@ class KeyValueContact(Wakeup):
         signals: SignalInbox,
     ) -> None:
         super().__init__()
-        self._client, self.prefix, self._key, self._service = client, prefix, prefix + key, service
-        self._log, self._signals = log, signals
+        self._client = client
+        self.prefix = prefix
+        self._key = prefix + key
+        self._service = service
+        self._log = log
+        self._signals = signals
         self.where = f"at {join_endpoint(*client.address)}"
-        self.ttl_s, self.forget_s = client.ttl_s, client.ttl_s + _FORGET_S
+        self.ttl_s = client.ttl_s
+        self.forget_s = client.ttl_s + _FORGET_S
         self.fields: Mapping[str, Any] = {}
         self.has_claimed = self.is_taken = False
         self.is_lost = self.is_cut_off = False
         self._silence = ""
         self._view = client.read(prefix)
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="rendezvous-watch", daemon=True)
+        self._thread = OwnThread(self._run, name="rendezvous-watch", say=log.error, then=self.notify)
         self._thread.start()
 
     def view(self) -> View:
         """Returns the newest view, however old."""
+        self._thread.check()
+        if self._service is not None:
+            self._service.check()
         return self._view
 
     def fresh_view(self) -> View | None:
@@ -98,7 +106,7 @@ class KeyValueContact(Wakeup):
         return self._silence
 
     def trusts_absence(self) -> bool:
-        """Returns True: the service has known all the time who is there."""
+        """Returns True: the service has known its nodes all the time."""
         return True
 
     def close(self, record: str | None = None, *, linger_s: float | None = 0.0) -> None:

@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fleet._sealing import same
+from fleet.common.own_thread import OwnThread
+from fleet.common.sealing import same
 from fleet.launch.membership import sealed_frames as _frames
 from fleet.launch.membership.callers import accept, most_connections
 from fleet.launch.membership.sealed_frames import Message, WireError
@@ -121,7 +122,9 @@ class _Connection:
     """One client: handshake state, unread bytes, unsent bytes, and the wait it is parked in."""
 
     def __init__(self, sock: socket.socket, address: str, now: float) -> None:
-        self.sock, self.address, self.opened_at = sock, address, now
+        self.sock = sock
+        self.address = address
+        self.opened_at = now
         self.nonce = _frames.make_nonce()
         self.seals: _frames.Seals | None = None
         self.received = bytearray()
@@ -131,7 +134,7 @@ class _Connection:
 
 
 class KeyValueService:
-    """Serves a :class:`ServiceState` on ``listener`` from a thread of its own until :meth:`close`.
+    """Serves a :class:`ServiceState` on ``listener`` from one thread until :meth:`close`.
 
     Args:
         listener: a listening socket, bound to this node's address.
@@ -140,22 +143,29 @@ class KeyValueService:
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, refused: Callable[[str, str], None]) -> None:
-        self._listener, self._secret, self._refused = listener, secret, refused
+        self._listener = listener
+        self._secret = secret
+        self._refused = refused
         self._store = ServiceState()
         self._most = most_connections(MAX_CONNECTIONS)
         self._connections: dict[int, _Connection] = {}
         self._unproven: dict[int, _Connection] = {}  # those of them that have not proved the secret, the oldest first
-        self._ticked_at, self._ticked_revision = 0.0, 0
+        self._ticked_at = 0.0
+        self._ticked_revision = 0
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="key-value-service", daemon=True)
+        self._thread = OwnThread(self._serve, name="key-value-service")
         self._thread.start()
 
     def num_sessions(self) -> int:
         """Returns how many sessions are alive: launchers that still need the service."""
         return len(self._store.sessions)
+
+    def check(self) -> None:
+        """Raises the error that has ended the service, if one has."""
+        self._thread.check()
 
     def close(self) -> None:
         """Stops serving; every connection and the port are closed when it returns."""
@@ -168,7 +178,8 @@ class KeyValueService:
                 for key, mask in self._selector.select(_TICK_S):
                     if key.data is None:
                         self._accept()
-                    elif key.data.sock.fileno() >= 0:  # else it made room for one that came in the same moment
+                    elif key.data.sock.fileno() >= 0:
+                        # A connection of this round may have been closed to make room for a caller of the same round.
                         self._serve_connection(key.data, mask)
                 self._tick(time.monotonic())
         finally:
@@ -190,9 +201,11 @@ class KeyValueService:
         self._connections[sock.fileno()] = self._unproven[sock.fileno()] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         try:
+            # Messages are small and wait for each other, so none may be held back to be sent with the next.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._flush(connection)
-        except OSError:  # it has gone again
+        except OSError:
+            # The caller has gone again.
             self._drop(connection)
 
     def _make_room(self) -> bool:
@@ -230,6 +243,7 @@ class KeyValueService:
         """Ends the connection unless the client proves that it knows the secret; nothing is parsed before that."""
         received = connection.received
         known = len(_frames.MAGIC)
+        # Compares as far as bytes have come, so that another protocol is dropped at its first wrong byte.
         if received[:known] != _frames.MAGIC[: len(received)]:
             self._drop(connection)
             return
@@ -294,7 +308,8 @@ class KeyValueService:
         self._reply(connection, {"session": name})
 
     def _change(self, connection: _Connection, message: Message) -> None:
-        key, new = _key(message["key"]), _value(message["value"])
+        key = _key(message["key"])
+        new = _value(message["value"])
         session = connection.session if message.get("leased") else None
         if message["op"] == "put":
             self._store.put(key, new, session)
@@ -303,11 +318,12 @@ class KeyValueService:
             self._reply(connection, {"ok": self._store.swap(key, _value(message["old"]), new, session)})
 
     def _tick(self, now: float) -> None:
-        """Does what time or a change brings; not at each of a stranger's bytes, as it looks at every connection."""
+        """Expires sessions and answers waits; not at each of a stranger's bytes, as it looks at every connection."""
         if now - self._ticked_at < _TICK_S and self._store.revision == self._ticked_revision:
             return
         self._store.expire(now)
-        self._ticked_at, self._ticked_revision = now, self._store.revision
+        self._ticked_at = now
+        self._ticked_revision = self._store.revision
         for connection in list(self._connections.values()):
             if connection.seals is None and now - connection.opened_at > _HANDSHAKE_S:
                 self._drop(connection)
@@ -320,6 +336,7 @@ class KeyValueService:
         prefix, revision, deadline = connection.parked
         if self._store.revision > revision or now >= deadline:
             connection.parked = None
+            # A waiting request is the sign of life, so the lease counts from its answer.
             self._store.touch(connection.session, now)
             self._reply(connection, self._store.view(prefix))
 
@@ -329,6 +346,7 @@ class KeyValueService:
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         connection.unsent += data
+        # A client that asks and never reads would fill the memory of this launcher.
         if len(connection.unsent) > 2 * _frames.MAX_FRAME_BYTES:
             raise WireError("The client does not read its answers.")
         self._flush(connection)
@@ -350,6 +368,7 @@ class KeyValueService:
         self._unproven.pop(number, None)
         session = self._store.sessions.get(connection.session or "")
         if session is not None:
+            # A session whose last connection broke has a moment to connect again, not the rest of its lease.
             session.connections.discard(number)
             if not session.connections:
                 session.expires_at = min(session.expires_at, time.monotonic() + _RECONNECT_S)

@@ -12,7 +12,7 @@ import errno
 import socket
 import time
 
-from fleet._addresses import join_endpoint, split_endpoint
+from fleet.common.addresses import join_endpoint, split_endpoint
 from fleet.errors import RendezvousError
 from fleet.launch.membership.callers import Seldom, listen, most_connections
 from fleet.launch.membership.engine import Engine, patience_s, read_settings
@@ -38,28 +38,28 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
         RendezvousError: nobody could be reached at the master's address within the limit.
         LaunchError: the service refused this node, or a signal came.
     """
-    assert config.host is not None
+    assert config.nodes.host is not None
     master = None
-    if config.master is not None:
-        host, port = split_endpoint(config.master, "--master")
+    if config.nodes.master is not None:
+        host, port = split_endpoint(config.nodes.master, "--master")
         master = reachable(host), port
     service, client = _host_or_find(config, master, log, signals)
     contact = KeyValueContact(
         client,
         prefix=job_prefix(config.job_id),
-        key=NODE_PREFIX + config.pod_id,
+        key=NODE_PREFIX + config.pod.id,
         service=service,
         log=log,
         signals=signals,
     )
     engine = Engine(
         contact,
-        name=config.pod_id,
-        node=Node(host=config.host, rank=config.node_rank, serves=service is not None),
+        name=config.pod.id,
+        node=Node(host=config.nodes.host, rank=config.nodes.rank, serves=service is not None),
         settings=read_settings(config),
         log=log,
         signals=signals,
-        secret=config.secret.encode(),
+        secret=config.pod.secret.encode(),
     )
     return engine, join_endpoint(*client.address)
 
@@ -67,7 +67,7 @@ def open_meeting(config: LaunchConfig, log: LaunchLog, signals: SignalInbox) -> 
 def _host_or_find(
     config: LaunchConfig, master: tuple[str, int] | None, log: LaunchLog, signals: SignalInbox
 ) -> tuple[KeyValueService | None, KeyValueClient]:
-    secret = config.secret.encode()
+    secret = config.pod.secret.encode()
 
     say = Seldom(log.warning)
 
@@ -78,13 +78,13 @@ def _host_or_find(
     noticed = time.monotonic()
     while True:
         listener, is_held_here = _listen(config, master)
-        if listener is not None and config.max_nodes * CONNECTIONS_OF_A_NODE > most_connections(MAX_CONNECTIONS):
+        if listener is not None and config.nodes.max * CONNECTIONS_OF_A_NODE > most_connections(MAX_CONNECTIONS):
             listener.close()
             raise RendezvousError(_no_room(config))
         service = None if listener is None else KeyValueService(listener, secret, refused)
         address = master if listener is None else listener.getsockname()[:2]
         assert address is not None
-        client = KeyValueClient(address, secret, ttl_s=config.elastic_ttl_s)
+        client = KeyValueClient(address, secret, ttl_s=config.elastic.ttl_s)
         try:
             client.connect()
             return service, client
@@ -101,7 +101,7 @@ def _host_or_find(
         signals.wait(_RETRY_S)
         signals.take()
         if signals.received:
-            raise StoppedBySignalError(f"Terminating with signal {signals.received[0]}", 128 + signals.received[0])
+            raise StoppedBySignalError(signals.received[0])
 
 
 def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Exception, is_held_here: bool) -> str:
@@ -110,10 +110,10 @@ def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Excepti
             f"--master {join_endpoint(*address)}: another program of this machine holds that port, and does not answer "
             f"as a launcher of this job ({error}). Choose another port on every node, or stop that program."
         )
-    absent = ", ".join(str(rank) for rank in range(config.max_nodes) if rank != config.node_rank)
+    absent = ", ".join(str(rank) for rank in range(config.nodes.max) if rank != config.nodes.rank)
     return (
         f"--master {join_endpoint(*address)}: no launcher answered there within {patience_s(config):.0f} s "
-        f"({error}); absent node ranks: {absent if config.node_rank >= 0 else 0}. Start the launcher on the node that "
+        f"({error}); absent node ranks: {absent if config.nodes.rank >= 0 else 0}. Start the launcher on the node that "
         "has this address, or raise --elastic_timeout."
     )
 
@@ -121,7 +121,7 @@ def _nobody_there(config: LaunchConfig, address: tuple[str, int], error: Excepti
 def _no_room(config: LaunchConfig) -> str:
     most = most_connections(MAX_CONNECTIONS) // CONNECTIONS_OF_A_NODE
     return (
-        f"The job has up to {config.max_nodes} nodes, and this node, where they meet, can hold the connections of "
+        f"The job has up to {config.nodes.max} nodes, and this node, where they meet, can hold the connections of "
         f"{most}: the limit of open files leaves no more, and {MAX_CONNECTIONS // CONNECTIONS_OF_A_NODE} is the most. "
         "Raise the limit (ulimit -n) here, or let the nodes meet on etcd."
     )
@@ -129,7 +129,7 @@ def _no_room(config: LaunchConfig) -> str:
 
 def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> tuple[socket.socket | None, bool]:
     """Returns a listener at the master's address when this node can be the host, and whether another holds it here."""
-    host = config.host or "127.0.0.1"
+    host = config.nodes.host or "127.0.0.1"
     if master is None:
         return listen(host, 0), False
     try:
@@ -138,7 +138,7 @@ def _listen(config: LaunchConfig, master: tuple[str, int] | None) -> tuple[socke
         if error.errno == errno.EADDRINUSE:
             return None, True
         # The name of a service in a cluster is not an address of the pod behind it; the node of rank 0 is that pod.
-        if config.node_rank == 0:
+        if config.nodes.rank == 0:
             with contextlib.suppress(OSError):
                 return listen(host, master[1]), False
         return None, False

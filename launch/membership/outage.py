@@ -2,7 +2,7 @@
 
 A node that cannot reach etcd must stop its workers before its lease ends, because the others may go on without it.
 When no other node reaches etcd either, nobody can go on without anybody, and a healthy job need not stop. Each launcher
-answers one question on a port of its own: has etcd answered you lately? The question is a nonce, the answer one byte
+answers one question on a port: has etcd answered you lately? The question is a nonce, the answer one byte
 and its seal under the job's secret, which covers the nonce and the name of the node that answers: who relays the
 question to another node, or back to the one that asks, has no answer of the node that was asked.
 """
@@ -29,13 +29,15 @@ class ContactAnswer:
 
     Args:
         host: this node's address.
-        secret: the job's secret; empty when there is none.
+        secret: the job's secret; empty: the nodes share no secret.
         name: of this node, as the others know it.
         has_contact: whether etcd has answered this node lately.
     """
 
     def __init__(self, host: str, secret: bytes, name: str, has_contact: Callable[[], bool]) -> None:
-        self._secret, self._name, self._has_contact = secret, name, has_contact
+        self._secret = secret
+        self._name = name
+        self._has_contact = has_contact
         self.port = free_ports(1, host)[0]
         try:
             listener = listen(host, self.port)
@@ -64,7 +66,8 @@ def ask(host: str, port: int, name: str, secret: bytes) -> bool | None:
             connection.settimeout(_ASK_S)
             connection.sendall(nonce)
             answer = _receive(connection, 1 + _SEAL_BYTES)
-    except OSError:
+    except (OSError, ValueError, OverflowError):
+        # ValueError and OverflowError: the published host or port is no such thing.
         return None
     bit, seal = answer[:1], answer[1:]
     return bit == b"1" if hmac.compare_digest(seal, _seal(secret, bit + nonce, name)) else None
@@ -75,7 +78,7 @@ def nobody_has_contact(others: Sequence[tuple[str, int, str]], secret: bytes) ->
 
     Each is a host, a port and a name.
 
-    A launcher that cannot be asked may be the one that goes on, so it counts against the outage.
+    A launcher that cannot be asked may have etcd and go on, so it counts against the outage.
     """
     return bool(others) and all(ask(*other, secret) is False for other in others)
 

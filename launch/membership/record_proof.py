@@ -1,4 +1,4 @@
-"""What the launchers of a job prove to each other: each record on the store carries an HMAC that only they can compute.
+"""The proofs between the launchers of a job: each record on the store carries an HMAC that only they can compute.
 
 etcd takes records from everybody who may write there; the engine proves them on every store alike. The proof is keyed
 by the job's secret and covers the name of the job, the key (for a node its identity) and the record with its
@@ -35,13 +35,14 @@ class RecordProofs:
     """Proves the records of one job, and tells those without a proof apart.
 
     Args:
-        secret: the job's secret; empty when there is none; None for a reader that was not told, who only tells records
-            of launchers from other values.
+        secret: the job's secret; empty: the nodes share no secret; None for a reader that was
+            not told it, and only tells records of launchers from other values.
         prefix: stands before every key of the job.
     """
 
     def __init__(self, secret: bytes | None, prefix: str) -> None:
-        self._secret, self._prefix = secret, prefix
+        self._secret = secret
+        self._prefix = prefix
 
     def text(self, key: str, record: Node | World) -> str:
         """Returns ``record`` with its proof, as it stands on the store under ``key``."""
@@ -106,7 +107,7 @@ def _claims_nothing(value: Mapping[str, Any]) -> bool:
 
 
 def _host(value: object) -> str:
-    """Returns the host that a node's record names, or that of a world's first node."""
+    """Returns the host of a node's record, or the host of a world's first node."""
     if isinstance(value, dict) and isinstance(value.get("peers"), list):
         value = next(iter(value["peers"]), None)
     host = value.get("host") if isinstance(value, dict) else None

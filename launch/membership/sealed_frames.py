@@ -1,4 +1,4 @@
-"""What travels between a launcher and the key-value service: a handshake, then sealed frames of JSON.
+"""The bytes between a launcher and the key-value service: a handshake, then sealed frames of JSON.
 
 Handshake, with HMAC-SHA256 keyed by the job's secret::
 
@@ -19,7 +19,7 @@ import json
 import os
 from typing import Any
 
-from fleet._sealing import PROOF_BYTES, SEAL_BYTES, MessageSeals, prove, same
+from fleet.common.sealing import PROOF_BYTES, SEAL_BYTES, MessageSeals, prove, same
 from fleet.errors import LaunchError
 
 MAGIC = b"FLEETKV1"
@@ -42,7 +42,7 @@ def make_nonce() -> bytes:
 
 
 def proof(secret: bytes, side: bytes, service_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Returns what only one who knows ``secret`` can compute for these two nonces."""
+    """Returns the proof of ``secret`` for these two nonces."""
     return prove(secret, b"fleet-kv " + side + b"\0" + service_nonce + client_nonce)
 
 

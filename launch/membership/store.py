@@ -1,4 +1,4 @@
-"""What the engine asks of the place where the launchers of a job agree: the key-value service, or etcd.
+"""The interface of the place where the launchers of a job agree: the key-value service, or etcd.
 
 A store holds a few short texts under the job's prefix: a key for each node, which goes when its launcher does, and one
 record of the job. It can do three things with them: keep this node's own key alive, show all of them, and change the
@@ -20,7 +20,7 @@ class StoreLostError(LaunchError):
 
 @dataclass(frozen=True)
 class View:
-    """What lies under a prefix at one revision; ``created`` orders keys by when they came."""
+    """The keys under a prefix at one revision; ``created`` orders keys by when they came."""
 
     revision: int
     values: dict[str, Any] = field(default_factory=dict)  # key without the prefix -> value read from JSON
@@ -36,7 +36,7 @@ class Store(Protocol):
     where: str  # the store as messages name it: "on etcd", "at 10.0.0.1:29400"
     ttl_s: float  # for how long this node's key outlives its last sign of life
     forget_s: float  # the key of a launcher that was killed is gone for certain after this
-    fields: Mapping[str, Any]  # what this node's record holds for the sake of the store
+    fields: Mapping[str, Any]  # added to this node's record for the sake of the store
     has_claimed: bool  # this launcher has written this node's key
     is_taken: bool  # another launcher holds this node's key
     is_cut_off: bool  # this node must stop its workers, because the others may soon go on without it
@@ -67,7 +67,7 @@ class Store(Protocol):
         """
 
     def silence(self) -> str:
-        """Returns what is wrong with the store at present; empty when it answers."""
+        """Returns why the store does not answer at present; empty when it does."""
 
     def trusts_absence(self) -> bool:
         """Returns whether a node whose key is absent is gone, rather than late after an outage."""

@@ -21,7 +21,7 @@ PROPOSED, FIXED, OVER, COMPLETE = "proposed", "fixed", "over", "complete"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One launcher as it describes itself; ``peer`` is what the planner wants to know, passed through unread."""
+    """One launcher as it describes itself; ``peer`` goes to the planner, unread here."""
 
     host: str
     rank: int = -1
@@ -50,9 +50,9 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One generation: its members in rank order, with what each published.
+    """One generation: its members in rank order, with the record of each.
 
-    ``min_nodes`` and ``max_nodes`` are what the job wants now.
+    ``min_nodes`` and ``max_nodes`` are the range that the job wants now.
     """
 
     generation: int
@@ -67,7 +67,7 @@ class World:
 
 
 def job_prefix(job_id: str) -> str:
-    """Returns what stands before every key of a job on its store."""
+    """Returns the prefix of every key of a job on its store."""
     return f"/paddle/{job_id}/"
 
 

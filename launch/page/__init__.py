@@ -1,1 +1,1 @@
-"""The page of the job: what ``--page`` serves while the processes of this node run."""
+"""The page of the job, which ``--page`` serves while the processes of this node run."""

@@ -1,4 +1,4 @@
-"""The page as HTML: parts by their id, so that only what has changed is sent again.
+"""The page as HTML: parts by their id, so that only the changed ones are sent again.
 
 Everything that a user's program, command line or log may hold is escaped here.
 """
@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from fleet.launch.page.job_view import BAD, GOOD, IDLE, JobView, ProcessRow
@@ -22,36 +22,42 @@ _LOG_BYTES = 32_768
 _LAUNCHER_BYTES = 6_000
 _POINTS = 240
 _WIDTH, _HEIGHT = 240, 90
-# Escape sequences that colour a terminal, and what no browser shows.
+_LAST_SECOND = 253_370_764_799  # of the year 9998
+# Escape sequences that colour a terminal, and characters that no browser shows.
 _UNSHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _COLUMNS = ("Process", "State", "Step", "Steps/s", "Loss", "Memory", "Node", "PID")
 _NUMBERS = ("Step", "Steps/s", "Loss", "Memory", "PID")
 _SPARE = ("Node", "PID")  # a phone does without
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-# What the table of servers shows of the measures of a table.
+# The columns of the table of servers, by the measures of a table.
 _TABLE_COLUMNS = (("Rows", "table_rows"), ("Memory", "table_bytes"), ("Evicted rows", "evicted_rows"))
 _RATES = (("pulled_rows_per_s", "rows/s pulled"), ("pushed_rows_per_s", "rows/s pushed"))
 _LAGS = (("publish_lag_seconds", "behind the sink"), ("stream_age_seconds", "since the stream moved"))
 
 
-def job_parts(view: JobView) -> Parts:
-    """Returns the parts of the page of the job. ``processes`` holds the rows, each of which is a part as well."""
+def job_parts(view: JobView, base: str = "") -> Parts:
+    """Returns the parts of the page of the job. ``processes`` holds the rows; each row is a part as well.
+
+    Args:
+        view: the job to show.
+        base: stands before every path of the page.
+    """
     rows = view.rows()
     parts = {
         "summary": _summary(view, rows),
-        "processes": _processes(rows),
-        "curves": _curves(view.curves()),
-        "servers": _servers(view.servers()),
-        "checkpoints": _checkpoints(view),
+        "processes": _processes(rows, base),
+        "curves": _guarded("curves", "Curves", lambda: _curves(view.curves())),
+        "servers": _guarded("servers", "Parameter servers of this node", lambda: _servers(view.servers())),
+        "checkpoints": _guarded("checkpoints", "Checkpoints", lambda: _checkpoints(view)),
         "restarts": _restarts(view),
         "launcher": _section(
             "launcher", "Launcher", _tail(read_tail(view.facts.launcher_log, limit_bytes=_LAUNCHER_BYTES))
         ),
     }
-    return {**parts, **{f"row-{row.key}": _row(row) for row in rows}}
+    return {**parts, **{f"row-{row.key}": _row(row, base) for row in rows}}
 
 
-def process_parts(view: JobView, key: str, stacks: str = "") -> Parts | None:
+def process_parts(view: JobView, key: str, stacks: str = "", base: str = "") -> Parts | None:
     """Returns the parts of the page of one process; None when there is no such process."""
     row = next((row for row in view.rows() if row.key == key), None)
     if row is None:
@@ -61,10 +67,10 @@ def process_parts(view: JobView, key: str, stacks: str = "") -> Parts | None:
         for name, value in sorted(row.values.items())
     )
     name = escape(row.key, quote=True)
-    button = f'<form method="post" action="/process/{name}/stacks"><button>Show the stacks now</button></form>'
+    button = f'<form method="post" action="{base}/process/{name}/stacks"><button>Show the stacks now</button></form>'
     shown = f"<pre>{_shown(stacks)}</pre>" if stacks else ""
     head = (
-        f'<p><a href="/">Job {escape(view.facts.job_id)}</a></p><h1>{escape(row.name)}</h1>'
+        f'<p><a href="{base}/">Job {escape(view.facts.job_id)}</a></p><h1>{escape(row.name)}</h1>'
         f'<p class="state {row.tone}">{escape(row.state)}</p><p class="quiet">process {row.pid} on {escape(row.host)}'
         f"{'' if row.step is None else f', step {row.step}'}</p>"
     )
@@ -78,14 +84,15 @@ def process_parts(view: JobView, key: str, stacks: str = "") -> Parts | None:
     }
 
 
-def document(title: str, parts: Parts, events: str) -> str:
-    """Returns a whole page. ``events`` is the address of its changes; rows stand inside another part already."""
+def document(title: str, parts: Parts, events: str, base: str = "") -> str:
+    """Returns a whole page. ``events`` is the path of its changes; rows stand inside another part already."""
     body = "".join(html for part, html in parts.items() if not part.startswith("row-"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(title)}</title><link rel="stylesheet" href="/page.css">'
-        f'<script src="/page.js" defer></script></head><body data-events="{escape(events, quote=True)}"><main>'
+        f'<title>{escape(title)}</title><link rel="stylesheet" href="{base}/page.css">'
+        f'<script src="{base}/page.js" defer></script></head>'
+        f'<body data-events="{base}{escape(events, quote=True)}"><main>'
         '<p id="lost" role="alert">No connection to the launcher: the job has ended, or the tunnel is closed. What '
         f"stands below is the last that came.</p>{body}</main></body></html>"
     )
@@ -124,16 +131,16 @@ def _summary(view: JobView, rows: Sequence[ProcessRow]) -> str:
     )
 
 
-def _processes(rows: Sequence[ProcessRow]) -> str:
+def _processes(rows: Sequence[ProcessRow], base: str) -> str:
     heads = "".join(f"<th{_classes(name)}>{name}</th>" for name in _COLUMNS)
-    body = "".join(map(_row, rows))
+    body = "".join(_row(row, base) for row in rows)
     table = f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
     return _section("processes", "Processes of this node", table if rows else '<p class="quiet">none yet</p>')
 
 
-def _row(row: ProcessRow) -> str:
+def _row(row: ProcessRow, base: str) -> str:
     cells = {
-        "Process": f'<a href="/process/{escape(row.key, quote=True)}">{escape(row.name)}</a>',
+        "Process": f'<a href="{base}/process/{escape(row.key, quote=True)}">{escape(row.name)}</a>',
         "State": f'<span class="state {row.tone}">{escape(row.state)}</span>',
         "Step": "" if row.step is None else f"{row.step}",
         "Steps/s": "" if row.rate is None else f"{row.rate:.3g}",
@@ -163,10 +170,12 @@ def _curve(name: str, points: Sequence[tuple[int, float]]) -> str:
     line = scale = ""
     if shown:
         low, high = min(value for _, value in shown), max(value for _, value in shown)
-        first, span = shown[0][0], max(shown[-1][0] - shown[0][0], 1)
-        height = (high - low) or 1.0
+        first = shown[0][0]
+        span = max(shown[-1][0] - shown[0][0], 1)
+        # In halves, because the difference of two large floats may overflow to infinity.
+        height = (high / 2 - low / 2) or 1.0
         line = " ".join(
-            f"{(step - first) / span * _WIDTH:.1f},{(high - value) / height * (_HEIGHT - 8) + 4:.1f}"
+            f"{(step - first) / span * _WIDTH:.1f},{(high / 2 - value / 2) / height * (_HEIGHT - 8) + 4:.1f}"
             for step, value in shown
         )
         scale = f"steps {first} to {shown[-1][0]}, {_number(low)} to {_number(high)}"
@@ -225,6 +234,16 @@ def _restarts(view: JobView) -> str:
     return _section("restarts", f"Failures: {len(failures)}", shown)
 
 
+def _guarded(part: str, title: str, make: Callable[[], str]) -> str:
+    """Returns the section that ``make`` returns; a section with the error where it raises, so that the others stand."""
+    try:
+        return make()
+    except Exception as error:
+        # The processes may have written anything, and a file system may answer anything: one section fails, not the
+        # page.
+        return _section(part, title, f'<p class="quiet">cannot be shown now: {escape(f"{error}")}</p>')
+
+
 def _section(part: str, title: str, body: str) -> str:
     """Returns a section; one without a body is there and takes no room."""
     return (
@@ -255,4 +274,6 @@ def _size(num_bytes: float) -> str:
 
 
 def _clock(seconds: float) -> str:
+    # A file may bear any time, also one that localtime() refuses.
+    seconds = min(max(seconds, 0.0), _LAST_SECOND)
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,1 +1,1 @@
-"""What runs where: nodes, addresses, ports and devices, and the environment of each process."""
+"""The plan of the processes: nodes, addresses, ports and devices, and the environment of each process."""

@@ -7,57 +7,26 @@ the cards that CUDA_VISIBLE_DEVICES leaves visible, because that is how torch co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch.cli.settings import Settings
-from fleet.launch.plan.local_machine import Machine
+from fleet.launch.plan.local_machine import Card, Machine
+from fleet.launch.plan.records import Processes
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _OTHER_BACKENDS = ("bkcl", "heter", "xccl", "flagcx", "hccl", "mpi", "ucc")
 
 
-@dataclass(frozen=True)
-class Card:
-    """One visible card: ``index`` among the visible ones, ``name`` as CUDA_VISIBLE_DEVICES writes it."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceChoice:
-    """What the workers of this node run on; ``worker_devices`` is FLAGS_selected_gpus of each worker."""
-
-    device_type: str
-    num_workers: int
-    cards: tuple[Card, ...] = ()
-    worker_devices: tuple[str, ...] = ()
-    backend: str = "gloo"
-
-
-def visible_cards(num_gpus: int, visible: str | None) -> list[Card]:
-    """Returns the cards CUDA shows: all without ``visible``; else its entries up to the first invalid one."""
-    if visible is None:
-        return [Card(i, f"{i}") for i in range(num_gpus)]
-    cards: list[Card] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        valid = int(entry) < num_gpus if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
-        if not valid:
-            break
-        cards.append(Card(len(cards), entry))
-    return cards if num_gpus else []
-
-
-def choose_devices(settings: Settings, machine: Machine, visible: str | None) -> DeviceChoice:
-    """Returns the devices and the number of workers; raises ConfigError for a card that is absent or hidden."""
+def choose_devices(settings: Settings, machine: Machine) -> Processes:
+    """Returns the number of workers and their devices; raises ConfigError for a card that is absent or hidden."""
     for name in ("npus", "xpus"):
         if settings.has(name):
             raise UnsupportedOptionError(
                 f"--{name}={settings.text(name)} cannot be honoured: this project runs on GPUs"
                 " and CPUs and has no such backend. Use --gpus, or omit it."
             )
-    usable = [] if machine.driver_problem else visible_cards(machine.num_gpus, visible)
+    visible = settings.visible_devices
+    usable = [] if machine.driver_problem else machine.visible_cards(visible)
     requested = _requested(settings)
     asked = _asked_workers(settings, machine, len(usable))
     if settings.text("nproc_per_node") == "cpu":
@@ -81,7 +50,7 @@ def choose_devices(settings: Settings, machine: Machine, visible: str | None) ->
     return _on_gpus(settings, cards, asked, joined=True)
 
 
-def _without_request(settings: Settings, machine: Machine, usable: list[Card], asked: int | None) -> DeviceChoice:
+def _without_request(settings: Settings, machine: Machine, usable: list[Card], asked: int | None) -> Processes:
     if usable:
         return _on_gpus(settings, usable, asked, joined=False)
     if machine.driver_problem:
@@ -95,7 +64,7 @@ def _device_flag(settings: Settings) -> str:
 
 
 def _not_a_count(settings: Settings, requested: Sequence[int]) -> str:
-    """Returns what to write when the one number that was given may be meant as a number of cards; else nothing."""
+    """Returns a hint when the one number that was given may be meant as a number of cards; else an empty text."""
     count = requested[0]
     if len(requested) > 1 or count < 2 or settings.has("nproc_per_node"):
         return ""
@@ -184,7 +153,7 @@ def _find(
     return [by_name[f"{number}"] for number in requested]
 
 
-def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined: bool) -> DeviceChoice:
+def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined: bool) -> Processes:
     count = asked or len(cards)
     shared = count > len(cards)
     backend = _backend(settings)
@@ -206,23 +175,23 @@ def _on_gpus(settings: Settings, cards: list[Card], asked: int | None, *, joined
         selected: tuple[str, ...] = (",".join(f"{card.index}" for card in cards),)
     else:
         selected = tuple(f"{cards[i % len(cards)].index}" for i in range(count))
-    return DeviceChoice(
+    return Processes(
         device_type="gpu",
         num_workers=count,
-        cards=tuple(cards),
+        device_names=tuple(card.name for card in cards),
         worker_devices=selected,
-        backend="gloo" if shared or backend == "gloo" else "nccl",
+        process_group_backend="gloo" if shared or backend == "gloo" else "nccl",
     )
 
 
-def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> DeviceChoice:
+def _on_cpu(settings: Settings, count: int, numbers: Sequence[int] = ()) -> Processes:
     """Returns CPU workers; ``numbers`` are the cards asked for on a machine without any, still handed on by number."""
     if _backend(settings) == "nccl":
         raise ConfigError(
             f"{settings.named('backend')}=nccl needs GPUs, and this job runs on the CPU. Use --backend=gloo or omit it."
         )
     selected = tuple(f"{numbers[i % len(numbers)]}" for i in range(count)) if numbers else ()
-    return DeviceChoice(device_type="cpu", num_workers=count, worker_devices=selected)
+    return Processes(device_type="cpu", num_workers=count, worker_devices=selected)
 
 
 def _backend(settings: Settings) -> str:

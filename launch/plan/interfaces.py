@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from fleet._addresses import means_itself
+from fleet.common.addresses import means_itself
 
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40 if struct.calcsize("P") == 8 else 32
@@ -59,7 +59,8 @@ def address_towards(host: str, port: int = 9) -> str | None:
 
     Connecting a datagram socket sends nothing; it only makes the kernel choose a source address.
     """
-    with contextlib.suppress(OSError, UnicodeError):  # the latter: no name, such as one of too many letters
+    # UnicodeError: the text is no host name, for example because a part of it is too long.
+    with contextlib.suppress(OSError, UnicodeError):
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
@@ -68,7 +69,7 @@ def address_towards(host: str, port: int = 9) -> str | None:
 
 
 def own_address() -> str:
-    """Returns the address this machine uses towards others: that of its default route, else its first one.
+    """Returns the address this machine uses towards others: its default route's, else its first one.
 
     127.0.0.1 when it has no other.
     """
@@ -85,7 +86,8 @@ def interface_to(own: str, others: Iterable[str]) -> str | None:
     ``own`` may be a name or an address, or empty where it is not known. A name that leads to loopback only here says
     nothing; the way to the others does then.
     """
-    known, others = interfaces(), list(others)
+    known = interfaces()
+    others = list(others)
     if all(means_itself(host) for host in (own, *others) if host):
         return known.get("127.0.0.1")
     candidates = [*_addresses(own), *(address_towards(host) for host in others), own_address()]

@@ -1,4 +1,4 @@
-"""What the launcher has to know about this machine, in one record that tests can make up."""
+"""The facts about this machine that the launcher needs, in one record that tests can make up."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ from fleet.launch.plan.interfaces import address_towards, own_address
 _NVIDIA_SMI_LIMIT_S = 5.0
 
 
+@dataclass(frozen=True)
+class Card:
+    """One visible card: ``index`` among the visible ones, ``name`` as CUDA_VISIBLE_DEVICES writes it."""
+
+    index: int
+    name: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """This machine: operating system, GPUs, processors, addresses.
@@ -34,6 +42,18 @@ class Machine:
     address: str = "127.0.0.1"
     owns: Callable[[str], bool] = lambda host: host in ("127.0.0.1", "localhost")
     towards: Callable[[str, int], str | None] = lambda host, port: None
+
+    def visible_cards(self, visible: str | None) -> list[Card]:
+        """Returns the cards CUDA shows: all when ``visible`` is None; else its entries up to the first invalid one."""
+        if visible is None:
+            return [Card(i, f"{i}") for i in range(self.num_gpus)]
+        cards: list[Card] = []
+        for entry in (part.strip() for part in visible.split(",")):
+            valid = int(entry) < self.num_gpus if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+            if not valid:
+                break
+            cards.append(Card(len(cards), entry))
+        return cards if self.num_gpus else []
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -78,7 +98,8 @@ def _is_nvidia_gpu(device: Path) -> bool:
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
     except OSError:
         return False
-    return vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
+    # 0x10de is NVIDIA, and classes that begin with 0x03 are display controllers.
+    return vendor == "0x10de" and kind.startswith("0x03")
 
 
 def _children(folder: Path) -> list[Path]:
@@ -105,7 +126,8 @@ def owns_address(host: str) -> bool:
     """Returns whether ``host`` (address or name) belongs to this machine: only then can a socket be bound to it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter: no name, such as one of too many letters
+    except (OSError, UnicodeError):
+        # UnicodeError: the text is no host name, for example because a part of it is too long.
         return False
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -1,15 +1,28 @@
-"""A :class:`Peer` as the plain record that travels between nodes, and back with every field checked."""
+"""Peer: one node of the job; the plain record that travels between nodes, and back with every field checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from fleet.errors import LaunchError
-from fleet.launch.plan.records import Peer
 
 _MAX_PROCESSES = 4096
 _MAX_TEXT = 253  # the longest host name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One node of the job, as it publishes itself where the nodes meet; JSON holds it."""
+
+    name: str  # name of the pod
+    host: str  # address at which the other nodes reach this one
+    ports: tuple[int, ...] = ()  # one per worker of this node
+    server_ports: tuple[int, ...] = ()  # one per parameter server of this node
+    devices: tuple[str, ...] = ()  # FLAGS_selected_gpus of each worker; empty on CPU
+    store_port: int = 0  # of the process-group store, when this node comes first
+    http_port: int = 0  # of the gloo HTTP rendezvous, when this node comes first
+    node_rank: int = -1  # the rank it asks for; -1: any
 
 
 def peer_to_json(peer: Peer) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""{job_id}.gpu.log: what the GPUs of this node do while the job runs, as nvidia-smi sees it, one line per card."""
+"""{job_id}.gpu.log: load and memory of this node's GPUs while the job runs, by nvidia-smi, one line per card."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import LaunchError
 from fleet.launch.plan.records import LaunchConfig
 from fleet.launch.processes.logs import LaunchLog, open_log, write_all
@@ -24,19 +25,18 @@ HEADER = "time,index,gpu_percent,memory_used_mib,memory_total_mib,temperature_c,
 @contextlib.contextmanager
 def write_gpu_log(config: LaunchConfig, log: LaunchLog, period_s: float = PERIOD_S) -> Iterator[None]:
     """Samples the GPUs of ``config`` from a thread while the context is open; a warning says when that cannot be."""
-    if config.device_type != "gpu" or not config.enable_gpu_log:
+    if config.processes.device_type != "gpu" or not config.logs.has_gpu_log:
         yield
         return
-    path = config.log_dir / f"{config.job_id}.gpu.log"
+    path = config.logs.folder / f"{config.job_id}.gpu.log"
     program = shutil.which("nvidia-smi")
     if program is None:
         log.warning(f"--enable_gpu_log: nvidia-smi is not on the PATH, so {path} is not written.")
         yield
         return
     stopping = threading.Event()
-    sampler = threading.Thread(
-        target=_sample, args=(program, config.device_names, path, log, stopping, period_s), name="gpu-log", daemon=True
-    )
+    arguments = (program, config.processes.device_names, path, log, stopping, period_s)
+    sampler = OwnThread(_sample, *arguments, name="gpu-log", say=log.warning)
     sampler.start()
     try:
         yield
@@ -71,7 +71,7 @@ def _sample(
 
 
 def _write_sample(command: list[str], fd: int) -> str:
-    """Appends one line for each card; returns what went wrong, or an empty string."""
+    """Appends one line for each card; returns the error, or an empty string."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, stdin=subprocess.DEVNULL

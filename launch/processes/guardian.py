@@ -1,4 +1,4 @@
-"""A process that outlives the launcher for as long as it takes to kill what the launcher leaves behind.
+"""A process that outlives the launcher for as long as it takes to kill the processes that the launcher leaves.
 
 The guardian is forked before the launcher has threads, sits in its own session, and reads a pipe whose other end only
 the launcher holds. However the launcher dies, SIGKILL included, the kernel closes that end and the guardian kills every
@@ -48,7 +48,8 @@ def marked_processes(mark: str) -> list[int]:
             with open(f"/proc/{name}/environ", "rb") as file:
                 block = file.read()
         except OSError:
-            continue  # gone meanwhile, or another user's
+            # The process has ended, or belongs to another user.
+            continue
         if any(entry.startswith(prefix) and wanted in entry[len(prefix) :].split(b",") for entry in block.split(b"\0")):
             found.append(int(name))
     return found
@@ -86,7 +87,8 @@ class Guardian:
     """
 
     def __init__(self, pid: int, pipe_fd: int) -> None:
-        self._pid, self._pipe_fd = pid, pipe_fd
+        self._pid = pid
+        self._pipe_fd = pipe_fd
 
     @classmethod
     def start(cls, mark: str) -> Guardian:
@@ -97,6 +99,7 @@ class Guardian:
             try:
                 _stand_guard(mark, read_fd)
             finally:
+                # Not sys.exit(): the exit handlers and buffers of the launcher are not the guardian's to run.
                 os._exit(0)
         os.close(read_fd)
         return cls(pid, write_fd)
@@ -117,11 +120,13 @@ class Guardian:
             os.waitpid(self._pid, 0)
 
     def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # someone killed the guardian; PR_SET_PDEATHSIG still stands
+        # Somebody may have killed the guardian; PR_SET_PDEATHSIG still ends the processes with the launcher.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe_fd, line.encode())
 
 
 def _stand_guard(mark: str, pipe_fd: int) -> None:
+    # A scheduler signals every process of the job, a terminal its group; the guardian has to outlive the launcher.
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The launcher's own lines, the workers' log files, the echo of one of them, and tails for the report.
+"""The launcher's own lines, the log folder, the workers' log files, the echo of one of them, and tails for the report.
 
 A worker writes straight into its file, so that a slow terminal never slows training; a thread copies the file of
 the echoed worker to standard output as it grows. Bytes stay bytes: partial lines and binary data pass unchanged.
@@ -7,25 +7,37 @@ the echoed worker to standard output as it grows. Bytes stay bytes: partial line
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
+import itertools
 import os
-import stat
+import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from fleet.common.own_thread import OwnThread
+from fleet.common.plain_files import NotPlainError, open_own, open_to_read
 from fleet.errors import LaunchError
 
 LOG_MODE = 0o640
-PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # a link is an error, and a FIFO keeps nobody waiting
+PROFILE_FOLDER = "profile"  # in the log folder: the files of --profile
 MAX_OPENING_LINES = 5  # of the launcher, before the first line of the script
 LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
 _ECHO_PERIOD_S = 0.05
 _ECHO_BLOCK_BYTES = 1 << 16  # one write is one step of progress; a slow reader must see several in 5 s
 # A reader of standard output that takes nothing for this long is stuck; the log file holds everything anyway.
 _STUCK_READER_S = 5.0
+PREVIOUS = "previous"
+_LOCK = ".launchers"
+_PROCESS_FILES = re.compile(
+    r"((worker|server)log\.\d+|envlog\.\d+|backup_env\.(server\.)?\d+\.json|endpoints\.log|[\w.-]+\.gpu\.log)"
+)
+_PROFILE_FILES = re.compile(r"rank\d+\.(trace|steps)\.json|trace\.json|table\.txt")
+_LAUNCHER_FILE = re.compile(r"[\w.-]+\.[a-z]{6}\.log")
+_LAUNCHER_LINE = b"LAUNCH "
 
 
 class LaunchLog:
@@ -33,7 +45,7 @@ class LaunchLog:
 
     Args:
         level: lines below it are dropped: DEBUG, INFO, WARNING, ERROR or CRITICAL.
-        verbose: shows on standard error also what otherwise stands in the file alone; DEBUG does so as well.
+        verbose: shows on standard error also the lines that otherwise stand in the file alone; DEBUG does so as well.
     """
 
     def __init__(self, level: str = "INFO", *, verbose: bool = False) -> None:
@@ -63,7 +75,7 @@ class LaunchLog:
         self.write("WARNING", text)
 
     def error(self, text: str) -> None:
-        """Writes a line about what ended the job."""
+        """Writes a line about the end of the job."""
         self.write("ERROR", text)
 
     def write(self, level: str, text: str) -> None:
@@ -107,7 +119,8 @@ class LaunchLog:
 
     def _emit(self, line: str) -> None:
         self._num_shown += line.count("\n")
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end a running job
+        # A closed terminal must not end a running job.
+        with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(line)
             sys.stderr.flush()
         self._to_file(line)
@@ -116,7 +129,8 @@ class LaunchLog:
         if self._file_fd is None:
             self._early.append(line)
             return
-        with contextlib.suppress(OSError):  # a full disk must not end a running job; standard error has the line
+        # A full disk must not end a running job; standard error has the line.
+        with contextlib.suppress(OSError):
             write_all(self._file_fd, line.encode("utf-8", "backslashreplace"))
 
 
@@ -134,28 +148,21 @@ def open_log(path: Path, how: int = os.O_WRONLY | os.O_APPEND) -> int:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        fd = os.open(path, how | os.O_CREAT | PLAIN, LOG_MODE)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a FIFO that nobody reads
-            raise
-        raise no_plain_file(path) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise no_plain_file(path)
-    os.set_blocking(fd, True)
-    return fd
+        return open_own(path, how, LOG_MODE)
+    except (NotPlainError, IsADirectoryError) as error:
+        raise no_plain_file(path, f"{error.strerror}") from None
 
 
-def no_plain_file(path: Path) -> LaunchError:
-    """Returns the error for what stands in the log folder and is not what a launcher has written."""
+def no_plain_file(path: Path, found: str = "a symbolic link") -> LaunchError:
+    """Returns the error for a file in the log folder that no launcher has written."""
     return LaunchError(
-        f"{path} is a link, a FIFO or the like, and the launcher writes in --log_dir to plain files and folders only. "
-        "Remove it, or choose a --log_dir that nobody else can write."
+        f"{path}: {found}. The launcher writes in --log_dir to plain files and folders of its own user. Remove it, or "
+        "choose a --log_dir that nobody else can write."
     )
 
 
 def mark_start(fd: int, name: str) -> None:
-    """Writes a line that parts the output of process ``name`` from what stands in the file already."""
+    """Writes a line that parts the output of process ``name`` from the earlier lines of the file."""
     if os.fstat(fd).st_size:
         write_all(fd, f"\nLAUNCH INFO {_timestamp()} {name} starts; what stands above is from before\n".encode())
 
@@ -168,13 +175,13 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def read_tail(path: Path, *, from_bytes: int = 0, limit_bytes: int = 65536) -> str:
-    """Returns the end of ``path`` as text: what lies after ``from_bytes``, at most ``limit_bytes`` of it.
+    """Returns the end of ``path`` as text: the bytes after ``from_bytes``, at most the last ``limit_bytes``.
 
     ``from_bytes`` keeps the lines of an earlier run out of the report when the file is appended to. Bytes that are
     not UTF-8 come back escaped; a missing file gives an empty string.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | PLAIN), "rb") as file:
+        with open_to_read(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(min(from_bytes, size), size - limit_bytes))
             return file.read(limit_bytes).decode("utf-8", "backslashreplace")
@@ -183,21 +190,22 @@ def read_tail(path: Path, *, from_bytes: int = 0, limit_bytes: int = 65536) -> s
 
 
 class LogEcho:
-    """Copies what is appended to ``path`` to ``output_fd`` until :meth:`finish`, from a thread of its own.
+    """Copies the lines appended to ``path`` to ``output_fd`` from a thread until :meth:`finish`.
 
     Args:
         path: the log file of the echoed worker; it must exist.
-        from_bytes: where to begin; what an earlier run left before it is not shown again.
+        from_bytes: where to begin; the lines of an earlier run before it are not shown again.
         output_fd: where the bytes go; the launcher's standard output.
     """
 
     def __init__(self, path: Path, *, from_bytes: int, output_fd: int = 1) -> None:
-        self._source_fd = os.open(path, os.O_RDONLY | PLAIN)
+        with open_to_read(path) as file:
+            self._source_fd = os.dup(file.fileno())
         os.lseek(self._source_fd, from_bytes, os.SEEK_SET)
         self._output_fd = output_fd
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="log-echo", daemon=True)
+        self._thread = OwnThread(self._run, name="log-echo")
         self._thread.start()
 
     def __enter__(self) -> LogEcho:
@@ -216,7 +224,8 @@ class LogEcho:
     def _run(self) -> None:
         try:
             while True:
-                last_round = self._stopping.is_set()  # read before the copy, so that nothing written earlier is missed
+                # Read before the copy: lines that were written before finish() are still copied.
+                last_round = self._stopping.is_set()
                 if not self._copy_new_bytes() or last_round:
                     return
                 self._stopping.wait(_ECHO_PERIOD_S)
@@ -232,7 +241,79 @@ class LogEcho:
                     view = view[os.write(self._output_fd, view) :]
                     self._progress_at = time.monotonic()
                 except BlockingIOError:
-                    time.sleep(0.01)  # the terminal was left in non-blocking mode by another program
+                    # Another program has left the terminal in non-blocking mode.
+                    time.sleep(0.01)
                 except OSError:
                     return False
         return True
+
+
+@contextlib.contextmanager
+def own_log_folder(folder: Path, *, keep: bool) -> Iterator[Path]:
+    """Yields ``folder``, or a free one in it while other launchers use it, as this launcher's own.
+
+    Files of an earlier job are moved aside, or removed without ``keep``.
+    """
+    for number in itertools.count(1):
+        place = folder if number == 1 else folder / f"launcher-{number}"
+        if place.is_symlink() and number > 1:
+            raise no_plain_file(place)
+        place.mkdir(parents=True, exist_ok=True)
+        lock = open_log(place / _LOCK, os.O_RDWR)
+        try:
+            is_free, is_known = _take(lock)
+            if is_free:
+                if is_known:
+                    _clear(place, keep=keep)
+                yield place
+                return
+        finally:
+            os.close(lock)
+
+
+def _take(lock: int) -> tuple[bool, bool]:
+    """Returns whether this launcher may use the folder, and whether it is sure that no other one does.
+
+    Where files cannot be locked nobody knows, and launchers share it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, True
+    except OSError:
+        return True, False
+    return True, True
+
+
+def _clear(folder: Path, *, keep: bool) -> None:
+    previous = folder / PREVIOUS
+    places = {folder: previous, folder / PROFILE_FOLDER: previous / PROFILE_FOLDER}
+    old = {place: _files_of_a_job(place) for place in places}
+    if not any(old.values()):
+        return
+    for place in (folder / PROFILE_FOLDER, *(places.values() if keep else ())):
+        if place.is_symlink():
+            raise no_plain_file(place)
+    for place, aside in places.items():
+        for path in _files_of_a_job(aside) if keep else old[place]:
+            path.unlink()
+        for path in old[place] if keep else ():
+            aside.mkdir(parents=True, exist_ok=True)
+            path.rename(aside / path.name)
+
+
+def _files_of_a_job(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    if folder.name == PROFILE_FOLDER:
+        return [path for path in files if _PROFILE_FILES.fullmatch(path.name)]
+    return [path for path in files if _PROCESS_FILES.fullmatch(path.name) or _is_launchers(path)]
+
+
+def _is_launchers(path: Path) -> bool:
+    """Returns whether a launcher wrote the file: by its name, JOB.POD.log, and how it begins."""
+    if not _LAUNCHER_FILE.fullmatch(path.name):
+        return False
+    with open_to_read(path) as file:
+        return file.read(len(_LAUNCHER_LINE)) == _LAUNCHER_LINE

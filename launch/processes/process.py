@@ -1,7 +1,7 @@
 """One process of the job: how it is started, and how its end is read without giving up its number.
 
 A process that has ended stays a zombie until the whole group is stopped. Its id, and with it the id of its process
-group, cannot be reused meanwhile, so a late kill of the group never hits a stranger.
+group, cannot be reused before that, so a late kill of the group never hits a stranger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _parent_death_hook() -> Callable[[], None] | None:
-    """Returns what a child runs before exec so that the kernel kills it when the launcher dies; None off Linux."""
+    """Returns the function that a child calls before exec, so that the kernel kills it when the launcher dies.
+
+    None off Linux.
+    """
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -37,7 +40,8 @@ def _parent_death_hook() -> Callable[[], None] | None:
 
     def die_with_launcher() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the line above
+        # The launcher died before prctl() was called, so no signal will come.
+        if os.getppid() != launcher:
             os._exit(128 + signal.SIGKILL)
 
     return die_with_launcher
@@ -88,7 +92,8 @@ class Process:
 
     def _status(self) -> int | None:
         """Returns the exit code, the negative number of the signal that ended the process, or None."""
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13: the number is given back at once there
+        # macOS before Python 3.13 has no waitid(): poll() gives the process id back at once there.
+        if not hasattr(os, "waitid"):
             return self._popen.poll()
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
@@ -114,7 +119,8 @@ class Process:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return False
-        return bool(int(fields[6]) & 0x4)  # PF_EXITING
+        # 0x4 is PF_EXITING, which the kernel sets while it frees the memory of a process.
+        return bool(int(fields[6]) & 0x4)
 
     def reap(self) -> None:
         """Gives the process id back; only for an ended process, as the last step."""
@@ -135,6 +141,7 @@ def _start(spec: ProcessSpec, environment: Mapping[str, str], log_fd: int) -> su
             stdout=log_fd,
             stderr=log_fd,
             env=environment,
+            # Makes the process group that kill_group() ends, and keeps the terminal's Ctrl-C from the workers.
             start_new_session=True,
             pass_fds=spec.pass_fds,
             preexec_fn=_parent_death_hook(),

@@ -1,17 +1,22 @@
-"""What ``--profile`` leaves: one trace of all workers for Perfetto, a table of where the steps went, and stragglers."""
+"""``--profile``: the steps that it names, and the report: a trace for Perfetto, a table of the steps, stragglers."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median_low
 from typing import Any, TextIO
 
+from fleet.common.plain_files import open_to_read, replace_file, replacing
+from fleet.errors import ConfigError
 from fleet.launch.plan.records import LaunchConfig
-from fleet.launch.processes.logs import LaunchLog
-from fleet.launch.processes.profile_range import FOLDER
+from fleet.launch.processes.logs import PROFILE_FOLDER, LaunchLog
 
+PROFILE = "FLEET_PROFILE"
+_MOST = 1000  # a trace of more steps does not open in a browser
 PARTS = ("data", "forward", "backward", "exchange", "update", "other")
 TRACE, TABLE = "trace.json", "table.txt"
 # A worker whose own part of a step takes this many times the median is named.
@@ -21,20 +26,44 @@ _STEPS_ROW, _PARTS_ROW, _DEVICE_ROWS = 10_000_000, 10_000_001, 10_000_002
 _NS_PER_US, _NS_PER_MS = 1e3, 1e6
 
 
+def read_range(text: str, source: str) -> tuple[int, int]:
+    """Returns the first step and the one before which profiling ends; ``source`` names the text in the error.
+
+    Example:
+        >>> read_range("10:13", "--profile")
+        (10, 13)
+    """
+    found = re.fullmatch(r"\s*(\d{1,12}):(\d{1,12})\s*", text)
+    if found is None:
+        raise ConfigError(
+            f"{source} is {text!r:.80}; it takes FIRST:LAST, numbers of steps counted from 0, as in 10:13 for the "
+            "steps 10, 11 and 12."
+        )
+    first, last = int(found[1]), int(found[2])
+    if not first < last <= first + _MOST:
+        raise ConfigError(
+            f"{source} is {text!r:.80}; FIRST:LAST means the steps from FIRST up to LAST, which is not among them, so "
+            f"LAST is greater than FIRST, by {_MOST} at most."
+        )
+    return first, last
+
+
 def show_profile(config: LaunchConfig, log: LaunchLog) -> None:
     """Writes the report of a job that has ended, on this node, and shows it; a failure costs the report alone."""
-    folder = config.log_dir.absolute() / FOLDER
+    folder = config.logs.folder.absolute() / PROFILE_FOLDER
     try:
         table = write_report(folder)
-    except (OSError, ValueError, KeyError) as error:
-        log.warning(f"--profile: no report was made of the files in {folder}: {error!r}")
+    except Exception as error:
+        # The workers may have written anything, and may have been killed while they wrote.
+        log.warning(f"--profile: no report was made of the files in {folder}: {error!r:.300}")
         return
     if table:
         log.plain(table)
     else:
         log.warning(
-            f"--profile {config.profile}: no worker of this node has finished one of these steps, so there is nothing "
-            "to show. A step is a call of an optimizer's step(); fleet.distributed_optimizer() counts them from 0."
+            f"--profile {config.logs.profile}: no worker of this node has finished one of these steps, so "
+            "there is nothing to show. A step is a call of an optimizer's step(); fleet.distributed_optimizer() counts "
+            "them from 0."
         )
 
 
@@ -44,19 +73,26 @@ def write_report(folder: Path) -> str:
     if not workers:
         return ""
     trace = folder / TRACE
-    with trace.open("w", encoding="utf-8") as file:
-        merge(workers, folder, file)
+    with replacing(trace, is_durable=False) as file:
+        text = io.TextIOWrapper(file, "utf-8")
+        merge(workers, folder, text)
+        text.detach()
     table = "\n".join([*table_lines(workers), *straggler_lines(workers), f"Trace, for Perfetto: {trace}"])
-    (folder / TABLE).write_text(f"{table}\n", encoding="utf-8")
+    replace_file(folder / TABLE, f"{table}\n", is_durable=False)
     for worker in workers:
         _trace_of(folder, worker).unlink(missing_ok=True)
     return table
 
 
 def read_workers(folder: Path) -> list[dict[str, Any]]:
-    """Returns what each worker has written about its steps, in the order of ranks; those that finished one."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.steps.json")]
+    """Returns the record of each worker that finished a step, in the order of ranks."""
+    found = [_read(path) for path in folder.glob("rank*.steps.json")]
     return sorted((worker for worker in found if worker["steps"]), key=lambda worker: int(worker["rank"]))
+
+
+def _read(path: Path) -> Any:
+    with open_to_read(path) as file:
+        return json.loads(file.read())
 
 
 def merge(workers: Sequence[dict[str, Any]], folder: Path, file: TextIO) -> None:
@@ -86,29 +122,32 @@ def _own_events(worker: dict[str, Any], zero_ns: int) -> Iterator[dict[str, Any]
 
 
 def _torch_events(worker: dict[str, Any], folder: Path, zero_ns: int) -> Iterator[dict[str, Any]]:
-    """Yields what torch has recorded, moved into the rank's process and to the common clock."""
+    """Yields the events that torch has recorded, moved into the rank's process and to the common clock."""
     path = _trace_of(folder, worker)
     if not path.exists():
         return
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    trace = _read(path)
     shift_us = (int(trace.get("baseTimeNanoseconds", 0)) - zero_ns) / _NS_PER_US
     rank = int(worker["rank"])
     rows: dict[tuple[Any, Any], int] = {}
     for event in trace["traceEvents"]:
         if not isinstance(event.get("pid"), int) or event["name"].startswith("process_"):
-            continue  # the profiler's own rows
+            # These rows describe torch's profiler itself.
+            continue
         event["tid"] = _row(event, rows, int(worker["pid"]))
         event["pid"] = rank
         if "ts" in event:
             event["ts"] += shift_us
         if "id" in event:
-            event["id"] = f"{rank}.{event['id']}"  # arrows between events of one rank
+            # An id joins the ends of an arrow between events of one rank, so ranks must not share ids.
+            event["id"] = f"{rank}.{event['id']}"
         yield event
 
 
 def _row(event: dict[str, Any], rows: dict[tuple[Any, Any], int], pid: int) -> int:
     """Returns the row of ``event`` in the process of its rank: a thread, or a stream of a device."""
-    if isinstance(event["tid"], int) and event["pid"] == pid:  # the others are devices
+    # Rows of other process ids are devices.
+    if isinstance(event["tid"], int) and event["pid"] == pid:
         return int(event["tid"])
     return rows.setdefault((event["pid"], event["tid"]), _DEVICE_ROWS + len(rows))
 

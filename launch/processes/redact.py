@@ -1,6 +1,6 @@
-"""Keeps secrets out of what the launcher prints and writes.
+"""Keeps secrets out of the lines and files of the launcher.
 
-A name that holds KEY, TOKEN, SECRET, PASSWORD, or PASS or UGI as a word of its own, marks its value, and so does the
+A name that holds KEY, TOKEN, SECRET, PASSWORD, or PASS or UGI as a whole word, marks its value, and so does the
 user part of an address. The job's own secret is never passed to any text but the command that the user copies to the
 other nodes. Every function takes time in proportion to its text.
 """
@@ -40,10 +40,12 @@ def redact(text: str) -> str:
         >>> redact("run --api_key=abc at http://me:pw@host or you:pw@host:2379")
         'run --api_key=*** at http://***@host or ***@host:2379'
     """
-    shown, at = [], 0
+    shown = []
+    at = 0
     for found in _ASSIGNMENT.finditer(text):
         if found.start() < at or not is_secret_name(found[0]):
-            continue  # inside a value that is hidden already
+            # This match lies in a value that is hidden already.
+            continue
         value = _VALUE.match(text, found.end())
         if value is not None:
             shown += [text[at : found.end()], HIDDEN]
@@ -80,7 +82,8 @@ def _without_user(word: str) -> str:
         user, colon, _ = word[start:].partition(":")
         return f"{word[:start]}{_after_user(word[start:])}" if colon and "/" not in user else word
     for index in range(1, len(parts)):
-        if parts[index - 1].endswith("etcd"):  # the rest is one address, of several hosts maybe
+        # The rest of the text is one address of etcd, which may name several hosts.
+        if parts[index - 1].endswith("etcd"):
             return "://".join([*parts[:index], _after_user("://".join(parts[index:]))])
         user, at, _ = parts[index].rpartition("@")
         if at and not _PORT_AND_PATH.match(user):

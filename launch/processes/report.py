@@ -7,14 +7,17 @@ failed on its own at nearly the same moment.
 
 from __future__ import annotations
 
+import errno
 import shlex
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from fleet.launch.plan.records import ProcessExit
 from fleet.launch.processes.logs import read_tail
 from fleet.launch.processes.redact import redact_arguments
 
-# Six lines stand around the tail, two may be hints; "Exit code" follows. 30 lines in all.
+# Six lines stand around the tail, three may be hints; "Exit code" follows. 30 lines in all.
 MAX_TAIL_LINES = 20
 _MAX_LINE_CHARACTERS = 400
 _MAX_COMMAND_CHARACTERS = 300
@@ -29,8 +32,11 @@ _PEER_LOSS = (
     "ncclremoteerror",
     "watchdog caught collective operation timeout",
 )
+# Stands in the log of a worker of servers that ended so; the launcher reads it there.
+LEFT_SERVERS_WAITING = "ended without fleet.stop_worker()"
 _MISMATCH = "collective mismatch"  # gloo ends the process where two exchanges of different sizes meet
 _SAME_TIME_S = 0.1
+_PROBE_BYTES = 65536
 _SIGABRT_CODE = 134
 _SIGKILL_CODE = 137
 
@@ -58,7 +64,7 @@ def choose_first_failure(failures: Sequence[ProcessExit], log_starts: dict[int, 
 
 
 def last_words(text: str, max_lines: int = MAX_TAIL_LINES) -> list[str]:
-    """Returns the last traceback in ``text`` with what follows it, or the last lines when there is none.
+    """Returns the last traceback in ``text`` and the lines behind it, or the last lines when no traceback is there.
 
     A long traceback keeps its first line and its end. Control characters are escaped, so that a log cannot drive the
     terminal.
@@ -110,7 +116,7 @@ def first_failure_line(ended: ProcessExit, *, role_size: int, host: str) -> str:
 
 
 def ended_before_line(ended: Sequence[ProcessExit], first: ProcessExit) -> str | None:
-    """Returns who had ended well when another worker failed, and what that means if it waited for them."""
+    """Returns a line about the workers that had ended well when another one failed, which may have waited for them."""
     if not ended or first.spec.role != "worker" or "TRAINING_ROLE" in first.spec.environment:
         return None
     last = max(ended, key=lambda end: end.ended_at)
@@ -126,8 +132,23 @@ def ended_before_line(ended: Sequence[ProcessExit], first: ProcessExit) -> str |
     )
 
 
+def left_servers_line(ended: ProcessExit, others: Sequence[int], log_start_bytes: int) -> str | None:
+    """Returns a line about the workers that still train after one ended with 0; None when no servers wait for it."""
+    if ended.exit_code or ended.spec.role != "worker" or not others:
+        return None
+    tail = read_tail(ended.spec.log_path, from_bytes=log_start_bytes, limit_bytes=4096)
+    if LEFT_SERVERS_WAITING not in tail:
+        return None
+    who = "worker" if len(others) == 1 else "workers"
+    return (
+        f"worker {ended.spec.index} {LEFT_SERVERS_WAITING}, with exit code 0, while {who} "
+        f"{', '.join(map(str, others))} of this node still ran: the servers wait for it to come back, and in sync mode "
+        f"so do the others. Its last lines are in {ended.spec.log_path}."
+    )
+
+
 def hint_line(ended: ProcessExit, oom_kills: int = 0, words: Sequence[str] = ()) -> str | None:
-    """Returns what a SIGKILL most likely means, or an abort of gloo by the last ``words``.
+    """Returns the likely cause of a SIGKILL, or of an abort of gloo by the last ``words``.
 
     ``oom_kills`` counts the kernel's kills for memory during the job.
     """
@@ -150,6 +171,21 @@ def hint_line(ended: ProcessExit, oom_kills: int = 0, words: Sequence[str] = ())
         "SIGKILL comes from outside the process: often the kernel for lack of memory (see dmesg), a memory limit "
         "of the container or scheduler, or a person."
     )
+
+
+def full_folder_line(folder: Path) -> str | None:
+    """Returns a sentence when the file system of the logs is full, which ends processes that print; else None."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return (
+                f"Nothing more can be written in the log folder {folder} ({error.strerror}): a process that prints "
+                "ends with an error, and its last lines are missing in its log. Free space there, or choose another "
+                "--log_dir."
+            )
+    return None
 
 
 def failure_report(
@@ -182,7 +218,8 @@ def failure_report(
     lines = [("INFO", "Pod failed"), ("ERROR", _one_line_each(container))]
     lines.append(("ERROR", first_failure_line(ended, role_size=role_size, host=host)))
     words = last_words(read_tail(ended.spec.log_path, from_bytes=log_start_bytes))
-    hints = (hint_line(ended, oom_kills, words), ended_before_line(ended_before, ended))
+    full = full_folder_line(ended.spec.log_path.parent)
+    hints = (full, hint_line(ended, oom_kills, words), ended_before_line(ended_before, ended))
     lines += [("ERROR", hint) for hint in hints if hint]
     if words:
         lines.append(("INFO", "------------------------- ERROR LOG DETAIL -------------------------"))

@@ -22,7 +22,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 class HasFileno(Protocol):
-    """What a selector can wait for."""
+    """An object that a selector can wait for."""
 
     def fileno(self) -> int:
         """Returns the descriptor."""

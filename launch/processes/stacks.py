@@ -1,4 +1,4 @@
-"""Stacks that workers wrote with faulthandler: asked for, read, and judged for who waits for whom."""
+"""Stacks that workers wrote with faulthandler: asked for, read, and judged: which worker waits for which."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet.common.plain_files import open_to_read
 from fleet.launch.processes.worker_file import MAIN_THREAD, SHOWS_STACKS, STACK_SIGNAL, WorkerFile
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -51,7 +52,7 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost line of the user's own code, and what it called where that is a library."""
+        """The innermost line of the user's own code, and the library function that it called, if any."""
         if not self.frames:
             return ""
         own = next((f for f in self.frames if not any(part in f.file for part in _LIBRARIES)), self.frames[0])
@@ -68,23 +69,46 @@ class Stack:
         return any(part in frame.file for frame in self.frames[:_WAIT_DEPTH] for part in _WAITS)
 
 
+@dataclass(frozen=True)
+class AskedWorker:
+    """A worker that was asked for its stacks: where it writes them, from which byte on, and its main thread."""
+
+    path: Path
+    from_bytes: int
+    main_thread: int
+
+
 def ask_for_stacks(workers: Iterable[tuple[int, WorkerFile]], limit_s: float = 1.0) -> dict[int, Stack]:
-    """Returns the stacks by process id of the workers that show them within ``limit_s``.
+    """Returns the stacks by process id of the workers that show them within ``limit_s``."""
+    return wait_for_stacks(signal_for_stacks(workers), limit_s)
+
+
+def signal_for_stacks(workers: Iterable[tuple[int, WorkerFile]]) -> dict[int, AskedWorker]:
+    """Asks the workers that show their stacks, and waits for none; returns them by process id.
 
     A stopped worker is continued for it: the signal that waits for it comes before its own next instruction.
     """
-    asked = {pid: file for pid, file in workers if file.words[SHOWS_STACKS]}
-    before = {pid: _size(file.stacks) for pid, file in asked.items()}
+    asked = {
+        pid: AskedWorker(file.stacks, _size(file.stacks), file.words[MAIN_THREAD])
+        for pid, file in workers
+        if file.words[SHOWS_STACKS]
+    }
     for pid in asked:
         with contextlib.suppress(OSError):
             _signal_main_thread(pid, STACK_SIGNAL)
             os.kill(pid, signal.SIGCONT)
+    return asked
+
+
+def wait_for_stacks(asked: Mapping[int, AskedWorker], limit_s: float = 1.0) -> dict[int, Stack]:
+    """Returns the stacks of the workers that were asked, as soon as they are whole, or after ``limit_s``."""
     deadline = time.monotonic() + limit_s
-    sizes, found = dict(before), dict.fromkeys(asked, Stack())
+    sizes = {pid: one.from_bytes for pid, one in asked.items()}
+    found = dict.fromkeys(asked, Stack())
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        now = {pid: _size(file.stacks) for pid, file in asked.items()}
-        found = {pid: read_stack(file.stacks, before[pid], file.words[MAIN_THREAD]) for pid, file in asked.items()}
+        now = {pid: _size(one.path) for pid, one in asked.items()}
+        found = {pid: read_stack(one.path, one.from_bytes, one.main_thread) for pid, one in asked.items()}
         if now == sizes and all(stack.is_whole for stack in found.values()):
             break
         sizes = now
@@ -94,9 +118,9 @@ def ask_for_stacks(workers: Iterable[tuple[int, WorkerFile]], limit_s: float = 1
 def read_stack(path: Path, from_bytes: int, main_thread: int) -> Stack:
     """Returns the stack of ``main_thread`` in the part of ``path`` that begins at ``from_bytes``."""
     try:
-        with open(path, encoding="utf-8", errors="backslashreplace") as file:
+        with open_to_read(path) as file:
             file.seek(from_bytes)
-            text = file.read(1 << 20)
+            text = file.read(1 << 20).decode("utf-8", "backslashreplace")
     except OSError:
         return Stack()
     threads: dict[int, list[Frame]] = {}
@@ -111,16 +135,17 @@ def read_stack(path: Path, from_bytes: int, main_thread: int) -> Stack:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What the system says of a process."""
+    """The facts that the system has of a process."""
 
     is_stopped: bool  # by a signal (SIGSTOP, a debugger)
     resident_bytes: int
 
 
 def facts_of(pid: int) -> ProcessFacts | None:
-    """Returns what the system says of a process; ``None`` where it says nothing."""
+    """Returns the facts that the system has of a process; None off Linux and once it has ended."""
     try:
-        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # open() takes several times as long
+        # os.open() and os.read() take a fraction of the time of open(), and the page asks for every process.
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         try:
             words = os.read(file, 4096).rpartition(b")")[2].split()
         finally:
@@ -137,13 +162,14 @@ def is_stopped(pid: int) -> bool:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread, whose number is that of its process.
+    """Sends a signal to the main thread, whose number is the number of its process.
 
     A signal to the process is taken by any thread once a stopped process goes on. It would read the frames of the main
     thread while that runs, and crash.
     """
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
-    if tgkill is None:  # glibc before 2.30
+    # glibc before 2.30 has no tgkill().
+    if tgkill is None:
         os.kill(pid, number)
     elif tgkill(pid, pid, number):
         raise ProcessLookupError(ctypes.get_errno(), f"no process {pid}")

@@ -1,7 +1,7 @@
 """Starts the processes of one generation on this node, watches them, and leaves none behind.
 
 The watch is event-driven: one selector waits for the ends of the processes (pidfd), for signals to the launcher and
-for news from the other nodes. ``epoll`` hands the ends over in the order in which they happened, which is what makes
+for news from the other nodes. ``epoll`` hands the ends over in the order in which they happened, and so makes
 the first failure the first.
 
 Who the peers are is not known here. :class:`PeerNews` is all that supervision sees of the membership.
@@ -22,10 +22,11 @@ from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.guardian import Guardian, kill_group, kill_marked
 from fleet.launch.processes.logs import LaunchLog, LogEcho
 from fleet.launch.processes.process import Process
-from fleet.launch.processes.report import choose_first_failure, looks_like_victim
+from fleet.launch.processes.report import choose_first_failure, left_servers_line, looks_like_victim
 from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.watch import WorkerWatch
 from fleet.launch.processes.worker_file import PREEMPTED
+from fleet.launch.restarts import GO_ON, NO_RESTARTS, REPLACE, TOO_LATE, RestartRule
 
 # After a failure the others may sit in a collective that nobody will join: they get this long, not the user's grace.
 FAILURE_GRACE_S = 0.3
@@ -47,14 +48,14 @@ _UNKILLABLE_S = 5.0
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """What the other nodes want of this one: ``stop`` its processes within ``grace_s``, or end its ``servers``."""
+    """A wish of the other nodes to this one: ``stop`` its processes within ``grace_s``, or end its ``servers``."""
 
     kind: str  # "stop" or "servers"
     grace_s: float = FAILURE_GRACE_S
 
 
 class PeerNews(Protocol):
-    """What supervision sees of the membership: a descriptor to wait on, events, and who has to hear of the end."""
+    """The membership as supervision sees it: a descriptor to wait on, events, and the report of finished workers."""
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while :meth:`take` has something."""
@@ -79,8 +80,12 @@ class ProcessGroup:
         news: PeerNews | None = None,
         output_fd: int = 1,
     ) -> None:
-        self._mark, self._inherited, self._guardian, self._signals = mark, inherited, guardian, signals
-        self._news, self._output_fd = news, output_fd
+        self._mark = mark
+        self._inherited = inherited
+        self._guardian = guardian
+        self._signals = signals
+        self._news = news
+        self._output_fd = output_fd
         self.watch: WorkerWatch | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
@@ -90,7 +95,7 @@ class ProcessGroup:
         self.processes: list[Process] = []
 
     def watch_with(self, watch: WorkerWatch) -> None:
-        """Shares what ``watch`` has with the processes that are started from now on."""
+        """Watches the processes that are started from now on with ``watch``."""
         self.watch = watch
         if watch.observer is not None:
             self._selector.register(watch.observer.requests, selectors.EVENT_READ, watch.observer)
@@ -105,6 +110,7 @@ class ProcessGroup:
     def start(self, spec: ProcessSpec) -> Process:
         """Starts one process; its end is watched from now on."""
         if self.watch is not None:
+            # The worker opens the file as it starts.
             self.watch.prepare(spec)
         process = Process(spec, self._inherited, mark=self._mark)
         self._guardian.add_group(process.pid)
@@ -148,7 +154,7 @@ class ProcessGroup:
     def stop(self, grace_s: float) -> None:
         """Ends every process: SIGTERM to each, SIGKILL to its group after ``grace_s``, and a sweep by mark.
 
-        A signal to the launcher meanwhile cuts the grace short.
+        A signal to the launcher cuts the grace short.
         """
         self.terminate()
         deadline = time.monotonic() + grace_s
@@ -157,11 +163,12 @@ class ProcessGroup:
             if self._signals.take():
                 break
             if self._news is not None:
-                self._news.take()  # whatever the peers want now, this node is stopping already
+                # The event is taken so that its descriptor is not readable any more; this node is stopping already.
+                self._news.take()
         self.kill()
 
     def kill(self) -> None:
-        """Kills what is left of the group, wherever it has moved, finishes the echo and gives the ids back."""
+        """Kills the rest of the group, wherever it has moved, finishes the echo and gives the process ids back."""
         for process in self.processes:
             kill_group(process.pid)
         deadline = time.monotonic() + _UNKILLABLE_S
@@ -169,44 +176,45 @@ class ProcessGroup:
             self.wait(_POLL_S)
             self._signals.take()
         if self.processes:
+            # A process that left its group with setsid() still carries the mark.
             kill_marked(self._mark)
         for echo in self._echoes:
             echo.finish()
         for process in self.processes:
+            # Before the id is given back: the guardian could otherwise kill a stranger's group of that number.
             self._guardian.remove_group(process.pid)
             if process.ended is not None:
                 process.reap()
-        self.processes, self._echoes = [], []
+        self.processes = []
+        self._echoes = []
 
 
+@dataclass(kw_only=True)
 class Supervisor:
     """Runs groups of processes, one generation after the other, and says how each ended.
 
     Args:
         log: where the launcher's lines go.
         signals: the signals to the launcher; one of them ends the group with its code.
-        guardian: kills what is left should the launcher itself be killed.
+        guardian: kills the processes should the launcher itself be killed.
         mark: the job's ``FLEET_POD``.
         inherited: the environment the processes start from.
         grace_s: how long a process has between SIGTERM and SIGKILL when the job is stopped by a signal.
         output_fd: where the log of the echoed process is copied to.
     """
 
-    def __init__(
-        self,
-        *,
-        log: LaunchLog,
-        signals: SignalInbox,
-        guardian: Guardian,
-        mark: str,
-        inherited: Mapping[str, str],
-        grace_s: float,
-        output_fd: int = 1,
-    ) -> None:
-        self._log, self._signals, self._guardian = log, signals, guardian
-        self._mark, self._inherited, self._grace_s, self._output_fd = mark, inherited, grace_s, output_fd
+    log: LaunchLog
+    signals: SignalInbox
+    guardian: Guardian
+    mark: str
+    inherited: Mapping[str, str]
+    grace_s: float
+    output_fd: int = 1
+
+    def __post_init__(self) -> None:
         self._ending: Callable[[GroupResult], None] = lambda result: None
-        self._replacements = 0
+        self._rule = NO_RESTARTS
+        self._replaced = 0
 
     def run(
         self,
@@ -215,7 +223,7 @@ class Supervisor:
         news: PeerNews | None = None,
         watch: WorkerWatch | None = None,
         ends_servers: bool = True,
-        replacements: int = 0,
+        rule: RestartRule = NO_RESTARTS,
         started: Callable[[], None] = lambda: None,
         ending: Callable[[GroupResult], None] = lambda result: None,
     ) -> GroupResult:
@@ -223,16 +231,18 @@ class Supervisor:
 
         Args:
             specs: the processes, servers first.
-            news: what the other nodes want; None on one node.
-            watch: what the workers share with the launcher; None when nothing asks for it.
+            news: the wishes of the other nodes; None on one node.
+            watch: the files that the workers share with the launcher; None when nothing needs them.
             ends_servers: whether the end of this node's workers is the end of its servers. False when the workers
                 of other nodes use them and no membership tells when those are done: the servers return by themselves.
-            replacements: how many processes that fail are started again in their places, while the others go on.
+            rule: the restart rule of the job.
             started: called once every process runs.
             ending: called on a failure or a signal before anything is stopped, so that the other nodes hear of the
                 cause before they feel its effects.
         """
-        self._ending, self._replacements = ending, replacements
+        self._ending = ending
+        self._rule = rule
+        self._replaced = 0
         with contextlib.ExitStack() as stack:
             if watch is not None:
                 stack.callback(watch.close)
@@ -246,88 +256,100 @@ class Supervisor:
 
     def _group(self, news: PeerNews | None) -> ProcessGroup:
         return ProcessGroup(
-            mark=self._mark,
-            inherited=self._inherited,
-            guardian=self._guardian,
-            signals=self._signals,
+            mark=self.mark,
+            inherited=self.inherited,
+            guardian=self.guardian,
+            signals=self.signals,
             news=news,
-            output_fd=self._output_fd,
+            output_fd=self.output_fd,
         )
 
     def _supervise(
         self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch | None, ends_servers: bool
     ) -> GroupResult:
-        workers_told = False
+        roles = {process.spec.role for process in group.processes}
+        workers_are_done = False
         servers_may_end = False
         while True:
-            if signals := self._signals.take():
+            # A signal to this launcher comes before everything that it may have caused.
+            if signals := self.signals.take():
                 if watch is not None and watch.saves_on(signals):
                     return self._preempt(group, news, watch, asked=True)
                 return self._stop(group, signals)
-            event = news.take() if news is not None else None
+            event = None if news is None else news.take()
             if event is not None and event.kind == "stop":
                 group.stop(event.grace_s)
                 return GroupResult(exit_code=0, interrupted=True)
-            if not group.running("worker") and not workers_told:
-                workers_told = True
+            servers_may_end |= event is not None and event.kind == "servers"
+            if not workers_are_done and not group.running("worker"):
+                workers_are_done = True
                 if news is not None:
+                    # The event "servers" comes once every node has said so.
                     news.workers_done()
                 else:
-                    servers_may_end = ends_servers and any(p.spec.role == "worker" for p in group.processes)
-            has_servers = any(p.spec.role == "server" for p in group.processes)
-            servers_may_end = servers_may_end or (event is not None and event.kind == "servers")
-            if has_servers and (servers_may_end or not group.running()):
+                    servers_may_end = ends_servers and "worker" in roles
+            if "server" in roles and (servers_may_end or not group.running()):
                 return self._end_servers(group, news)
             if not group.running():
                 return GroupResult(exit_code=0)
-            limit_s = None if watch is None else watch.period_s
-            if failures := [ended for ended in group.wait(limit_s) if ended.exit_code]:
-                if watch is not None and watch.preempt_grace_s and failures[0].exit_code == PREEMPTED:
-                    return self._preempt(group, news, watch, asked=False)
-                if failures := self._not_replaced(group, failures):
-                    return self._fail(group, failures)
+            ends = group.wait(None if watch is None else watch.period_s)
+            if "server" in roles:
+                self._say_who_left(group, ends)
+            failures = [ended for ended in ends if ended.exit_code]
+            # A worker that saved itself was asked to by the launcher of another node; the others are saving too.
+            if watch is not None and watch.preempt_grace_s and failures and failures[0].exit_code == PREEMPTED:
+                return self._preempt(group, news, watch, asked=False)
+            if left := self._follow_rule(group, failures):
+                return self._fail(group, left)
             if watch is not None and (hung := watch.check()) is not None:
-                hung.kill()  # its end is the failure that the next round sees
+                # The end of the hung worker is the failure that the next round sees.
+                hung.kill()
 
-    def _not_replaced(self, group: ProcessGroup, failures: list[ProcessExit]) -> list[ProcessExit]:
-        """Starts failed processes again in their places, as long as replacements are left; returns the others."""
+    def _say_who_left(self, group: ProcessGroup, ends: Sequence[ProcessExit]) -> None:
+        """Warns of a worker that ended well in the middle of the others' training: they may wait for it for minutes."""
+        starts = {process.pid: process.log_start_bytes for process in group.processes}
+        others = [process.spec.index for process in group.running("worker")]
+        for line in filter(None, (left_servers_line(ended, others, starts[ended.pid]) for ended in ends)):
+            self.log.warning(line)
+
+    def _follow_rule(self, group: ProcessGroup, failures: list[ProcessExit]) -> list[ProcessExit]:
+        """Starts failed processes again as the rule says; returns the failures that end the generation."""
         left = []
         servers = [process.ended for process in group.processes if process.spec.role == "server"]
         have_ended = bool(servers) and all(ended is not None and not ended.exit_code for ended in servers)
         for ended in failures:
-            if ended.spec.role == "worker" and have_ended:
-                self._log.error(
-                    f"worker {ended.spec.index} ended with code {ended.exit_code} after the parameter servers, which "
-                    "had no worker left to wait for: it is not started again"
-                )
-                left.append(ended)
-                continue
-            if not self._replacements:
-                if _has_mate(ended.spec, [process.spec for process in group.running("server")]):
-                    self._log.warning(
-                        f"server {ended.spec.index} ended with code {ended.exit_code}; the other of its pair, server "
-                        "and standby, goes on alone"
-                    )
-                else:
-                    left.append(ended)
-                continue
-            self._replacements -= 1
+            running = [process.spec for process in group.running("server")]
             spec = ended.spec
-            self._log.warning(
-                f"{spec.role} {spec.index} ended with code {ended.exit_code} and is started again; "
-                f"{self._replacements} restart(s) left"
-            )
-            if group.watch is not None and group.watch.observer is not None:
-                starts = {process.pid: process.log_start_bytes for process in group.processes}
-                group.watch.observer.replaced(ended, starts[ended.pid])
-            group.start(replace(spec, echo=False))  # its log is echoed already
+            end = f"{spec.role} {spec.index} ended with code {ended.exit_code}"
+            step = self._rule.of_process(spec, replaced=self._replaced, running=running, servers_have_ended=have_ended)
+            if step == REPLACE:
+                self._replaced += 1
+                self.log.warning(f"{end} and is started again; {self._rule.limit - self._replaced} restart(s) left")
+                self._replace(group, ended)
+            elif step == GO_ON:
+                self.log.warning(f"{end}; the other of its pair, server and standby, goes on alone")
+            else:
+                if step == TOO_LATE:
+                    self.log.error(
+                        f"{end} after the parameter servers, which had no worker left to wait for: it is not started "
+                        "again"
+                    )
+                left.append(ended)
         return left
+
+    @staticmethod
+    def _replace(group: ProcessGroup, ended: ProcessExit) -> None:
+        if group.watch is not None and group.watch.observer is not None:
+            starts = {process.pid: process.log_start_bytes for process in group.processes}
+            group.watch.observer.replaced(ended, starts[ended.pid])
+        # The echo of the first process goes on with the same log file.
+        group.start(replace(ended.spec, echo=False))
 
     def _preempt(self, group: ProcessGroup, news: PeerNews | None, watch: WorkerWatch, *, asked: bool) -> GroupResult:
         """Lets the workers save and stop by themselves: asked by a signal here, or by the launcher of another node."""
         grace_s = watch.preempt_grace_s
         if asked:
-            self._log.info(f"Terminating with signal {SIGTERM}: the workers have {grace_s:g} s to save and stop")
+            self.log.info(f"Terminating with signal {SIGTERM}: the workers have {grace_s:g} s to save and stop")
             watch.ask_to_stop(group.running("worker"))
         deadline = time.monotonic() + grace_s
         failures: list[ProcessExit] = []
@@ -336,30 +358,38 @@ class Supervisor:
             failures += [ended for ended in group.wait(left_s) if ended.exit_code not in (0, PREEMPTED)]
             if failures:
                 return self._fail(group, failures)
-            if signals := self._signals.take():
+            if signals := self.signals.take():
                 if asked or not watch.saves_on(signals):
-                    return self._stop(group, [*signals, *signals])  # asked twice: without the grace
-                asked = True  # the workers are leaving already, and now this node does not come back
+                    # Two signals stop the group without the grace.
+                    return self._stop(group, [*signals, *signals])
+                # The workers are leaving already; after a signal here this node does not come back.
+                asked = True
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
                 # The workers of another node have left; those of this one leave at the same step.
-                others_left, deadline = True, min(deadline, time.monotonic() + _OTHERS_LEFT_S)
+                others_left = True
+                deadline = min(deadline, time.monotonic() + _OTHERS_LEFT_S)
         if others_left and not asked:
             group.stop(FAILURE_GRACE_S)
             return GroupResult(exit_code=0, interrupted=True, preempted=True)
         if group.running("worker"):
-            limit = "The others have left" if others_left else f"--preempt_grace of {grace_s:g} s is over"
-            self._log.warning(f"{limit}, and not every worker has stopped by itself.")
-            result = GroupResult(exit_code=128 + SIGTERM, stop_signal=SIGTERM)
-            self._ending(result)
-            group.stop(min(self._grace_s, _AFTER_PREEMPTION_S))
-            return result
+            why = "The others have left" if others_left else f"--preempt_grace of {grace_s:g} s is over"
+            return self._cut_short(group, why)
         if any(p.ended is not None and p.ended.exit_code == PREEMPTED for p in group.processes):
-            self._log.info("The workers have saved and stopped; starting the job again continues it.")
+            self.log.info("The workers have saved and stopped; starting the job again continues it.")
             result = GroupResult(exit_code=PREEMPTED, stop_signal=SIGTERM, preempted=True)
             self._ending(result)
         else:
-            result = GroupResult(exit_code=0, preempted=True)  # they had finished anyway
-        group.stop(self._grace_s)
+            # The workers had finished before they read the request.
+            result = GroupResult(exit_code=0, preempted=True)
+        group.stop(self.grace_s)
+        return result
+
+    def _cut_short(self, group: ProcessGroup, why: str) -> GroupResult:
+        """Ends workers that did not save themselves in time."""
+        self.log.warning(f"{why}, and not every worker has stopped by itself.")
+        result = GroupResult(exit_code=128 + SIGTERM, stop_signal=SIGTERM)
+        self._ending(result)
+        group.stop(min(self.grace_s, _AFTER_PREEMPTION_S))
         return result
 
     def _end_servers(self, group: ProcessGroup, news: PeerNews | None) -> GroupResult:
@@ -367,7 +397,7 @@ class Supervisor:
 
         One that still publishes its last rows goes on when it is asked, for as long as a sink may take.
         """
-        self._log.info("all workers exit, going to finish parameter server and heter_worker.")
+        self.log.info("all workers exit, going to finish parameter server and heter_worker.")
         deadline = time.monotonic() + SERVER_RETURN_S
         asked = False
         while group.running():
@@ -375,31 +405,34 @@ class Supervisor:
                 if asked:
                     break
                 group.terminate()
-                asked, deadline = True, time.monotonic() + self._grace_s
+                asked = True
+                deadline = time.monotonic() + self.grace_s
                 continue
             ends = group.wait(left_s)
+            # A server that ends by the SIGTERM of this method has not failed.
             if failures := [ended for ended in ends if ended.exit_code and not (asked and ended.exit_code > 128)]:
                 return self._fail(group, failures)
-            if signals := self._signals.take():
+            if signals := self.signals.take():
                 return self._stop(group, signals)
             if news is not None and (event := news.take()) is not None and event.kind == "stop":
                 group.stop(event.grace_s)
                 return GroupResult(exit_code=0, interrupted=True)
         group.kill()
-        self._log.info("all parameter server are killed.")
+        self.log.info("all parameter server are killed.")
         return GroupResult(exit_code=0)
 
     def _stop(self, group: ProcessGroup, signals: Sequence[int]) -> GroupResult:
         """Stops the group because of a signal to the launcher."""
-        self._log.info(f"Terminating with signal {signals[0]}")
+        self.log.info(f"Terminating with signal {signals[0]}")
         result = GroupResult(exit_code=128 + signals[0], stop_signal=signals[0])
         self._ending(result)
-        group.stop(self._grace_s if len(signals) == 1 else 0.0)
+        group.stop(self.grace_s if len(signals) == 1 else 0.0)
         return result
 
     def _fail(self, group: ProcessGroup, failures: list[ProcessExit]) -> GroupResult:
         """Names the first failure, and stops the rest without the long grace."""
         starts = {process.pid: process.log_start_bytes for process in group.processes}
+        # The process that ended first may be a victim whose cause is still ending.
         self._settle(group, failures, starts)
         first = choose_first_failure(failures, starts)
         result = GroupResult(
@@ -436,11 +469,3 @@ class Supervisor:
             if left_s <= 0:
                 return
             failures += [ended for ended in group.wait(min(left_s, _POLL_S)) if ended.exit_code]
-
-
-def _has_mate(spec: ProcessSpec, running: list[ProcessSpec]) -> bool:
-    """Returns whether the other of a server and its standby runs."""
-    listed = spec.environment.get("FLEET_PS_STANDBY_ENDPOINTS", "")
-    others = [one.index for one in running if one.index != spec.index]
-    number = len(listed.split(","))
-    return spec.role == "server" and bool(listed) and any(index % number == spec.index % number for index in others)

@@ -13,7 +13,9 @@ import signal
 import time
 from pathlib import Path
 
-# What workers and launcher exit with when a job that was asked to stop has saved itself: EX_TEMPFAIL, try again later.
+from fleet.common.plain_files import open_own
+
+# Exit code of workers and launcher when a job that was asked to stop has saved itself: EX_TEMPFAIL, try again later.
 PREEMPTED = 75
 # The signal that makes a worker write its stacks; programs and schedulers use SIGUSR1 and SIGUSR2 themselves.
 STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 9) + 9
@@ -22,6 +24,7 @@ NUM_BYTES = 4096
 _MAGIC = 0x666C656574_0001  # "fleet", version 1
 
 MAGIC, PID, MAIN_THREAD, STEP, BEAT_NS, PAUSED, OWN_NS, OWN_STEPS, STOP_ASKED, SHOWS_STACKS, TAKES_TIMES = range(11)
+NUM_WORDS = TAKES_TIMES + 1
 
 
 class WorkerFile:
@@ -29,7 +32,7 @@ class WorkerFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = open_own(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(descriptor, NUM_BYTES)
         finally:
@@ -44,7 +47,7 @@ class WorkerFile:
         """Makes a new file, readable and writable by its owner alone, and maps it."""
         path.unlink(missing_ok=True)
         path.with_name(path.name + STACK_SUFFIX).unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = open_own(path, os.O_RDWR | os.O_EXCL, 0o600)
         try:
             os.write(descriptor, _MAGIC.to_bytes(8, "little").ljust(NUM_BYTES, b"\0"))
         finally:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleet.common.plain_files import replace_file
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.command_options import CommandOptions, check_set_flags, cut_options
-from fleet.launch.cli.parser import parse_command_line
-from fleet.launch.slurm.batch_script import SlurmJob, batch_script
+from fleet.launch.cli.settings import parse_command_line
 
+_FIRST_PORT = 20000
+_PORTS = 10000
 _PROGRAM = "python -m fleet launch-on slurm"
 _ABOUT = """Writes NAME.sbatch, which starts one launcher on each node, and submits it with sbatch. Options of this
 command come first, then the launcher's flags, the script and its arguments:
@@ -23,7 +28,7 @@ command come first, then the launcher's flags, the script and its arguments:
 """
 _TAKES_VALUE = ("--nodes", "--name", "--time", "--partition", "--account", "--sbatch", "--grace", "--python", "--to")
 _SWITCHES = ("--requeue", "--dry_run", "--help", "-h")
-# Options of sbatch that the script sets, and what to write in their place.
+# Options of sbatch that the script sets, and their replacement.
 _OWN_OPTIONS = {
     "nodes": "--nodes of this command",
     "N": "--nodes of this command",
@@ -39,11 +44,92 @@ _OWN_OPTIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """The choices that the batch script is made from.
+
+    Attributes:
+        name: of the job.
+        nodes: how many.
+        launcher: flags of the launcher, the script and its arguments.
+        options: further options of sbatch, as ``--name=value``.
+        grace_s: seconds before the end in which workers save a checkpoint; 0: they are not asked.
+        requeue: whether a job that has saved itself goes back into the queue.
+        python: of the nodes.
+        log_dir: folder of the log files; empty for one by the numbers of job and node.
+    """
+
+    name: str
+    nodes: int
+    launcher: Sequence[str]
+    options: Sequence[str] = field(default=())
+    grace_s: int = 0
+    requeue: bool = False
+    python: str = "python"
+    log_dir: str = ""
+
+
+def batch_script(job: SlurmJob) -> str:
+    """Returns the text of the batch script; arguments reach the script as they were given."""
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        *job.options,
+    ]
+    if job.grace_s:
+        options.append(f"--signal=TERM@{job.grace_s}")
+    options.append("--requeue" if job.requeue else "--no-requeue")
+    flags = []
+    if job.grace_s:
+        flags.append(f"--preempt_grace={job.grace_s}")
+    if job.nodes > 1:
+        # Each task puts its own node's number in; "$0" is the interpreter, "$@" the arguments behind it. Nodes
+        # that share a file system have a folder of log files each.
+        own = "" if job.log_dir else ' --log_dir="log/slurm-$SLURM_JOB_ID/node-$SLURM_NODEID"'
+        rank = f'"$0" -m fleet.launch --rank="$SLURM_NODEID"{own} "$@"'
+        start = f"bash -c {shlex.quote(f'exec {rank}')} {shlex.quote(job.python)}"
+        flags = [f"--nnodes={job.nodes}", '"--master=$first:$port"', '"--job_id=slurm-$SLURM_JOB_ID"', *flags]
+    else:
+        start = f"{shlex.quote(job.python)} -m fleet.launch"
+        if not job.log_dir:
+            flags.append('"--log_dir=log/slurm-$SLURM_JOB_ID"')
+        flags = ['"--job_id=slurm-$SLURM_JOB_ID"', "--standalone", *flags]
+    command = " ".join([start, *flags, *map(shlex.quote, job.launcher)])
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *_variables(job), f"srun {command}"]
+    lines += ["code=$?", *_ending(job), "exit $code", ""]
+    return "\n".join(lines)
+
+
+def _variables(job: SlurmJob) -> list[str]:
+    # Variables of an outer job, or of the shell that submits, describe that one and not the tasks of this job.
+    lines = ["unset ${!PADDLE_@} RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT FLEET_POD"]
+    # srun does not take this from sbatch by itself (since Slurm 22.05), and would give the launcher one core.
+    lines.append('if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi')
+    if job.nodes > 1:
+        lines += [
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))",
+            "# The launchers prove to each other that they are of this job.",
+            'if [ -z "${FLEET_JOB_SECRET:-}" ]; then',
+            "    export FLEET_JOB_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            "fi",
+        ]
+    return lines
+
+
+def _ending(job: SlurmJob) -> list[str]:
+    if not job.requeue:
+        return []
+    return ["# 75: the workers have saved a checkpoint because they were asked to end.",
+            'if [ "$code" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi']  # fmt: skip
+
+
 def run(argv: Sequence[str]) -> int:
     """Writes the batch script and submits it; returns sbatch's exit status, and with ``--dry_run`` 0.
 
     Raises:
-        ConfigError: an option is wrong, or is one that the script sets itself.
+        ConfigError: an option is wrong, or the script sets it itself.
         LaunchError: there is no sbatch here, or it refused the job.
     """
     own, launcher = cut_options(argv, _TAKES_VALUE, _SWITCHES)
@@ -59,7 +145,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     path = Path(given.to or f"{job.name}.sbatch")
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise LaunchError(f"{path} cannot be written: {error.strerror}. --to names another file.") from None
     return _submit(path)
@@ -102,8 +188,11 @@ def _job(given: argparse.Namespace, launcher: list[str]) -> SlurmJob:
         more={"preempt_grace": "Write --grace=SECONDS before the flags."},
     )
     name = given.name or re.sub(r"[^\w.-]", "_", Path(line.script).stem) or "fleet"
-    if re.fullmatch(r"[\w.-]+", name) is None:
-        raise ConfigError(f"--name is {name!r}; it takes letters, digits, '_', '.' and '-', because it names files.")
+    if re.fullmatch(r"[\w.][\w.-]*", name) is None:
+        raise ConfigError(
+            f"--name is {name!r}; it takes letters, digits, '_', '.' and '-', and does not begin with '-', because it "
+            "names files."
+        )
     options = [
         _passed(key, value) for key in ("time", "partition", "account") if (value := getattr(given, key)) is not None
     ]
@@ -128,10 +217,11 @@ def _passed(key: str, value: str) -> str:
 
 
 def _checked(option: str) -> str:
-    """Returns an option of sbatch; raises ConfigError for one that the script sets, and one that is no option."""
+    """Returns an option of sbatch; raises ConfigError for a word that is none, or an option that the script sets."""
     name = option.lstrip("-").split("=")[0].split()[0] if option.startswith("-") and option.strip("- ") else ""
     if not option.startswith("--"):
-        name = name[:1]  # the value may follow a letter without a space: -N3
+        # The value may follow a letter without a space, as in -N3.
+        name = name[:1]
     if not name or len(option.splitlines()) > 1:
         raise ConfigError(f"--sbatch is {option!r}; it takes one option of sbatch, as in --sbatch=--gres=gpu:4.")
     if name in _OWN_OPTIONS:
@@ -144,7 +234,7 @@ def _submit(path: Path) -> int:
         raise LaunchError(
             f"{path} is written, and there is no sbatch on this machine. Submit it where Slurm is: sbatch {path}"
         )
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["sbatch", "--parsable", os.path.join(os.curdir, path)], capture_output=True, text=True)
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()
         raise LaunchError(f"sbatch refused {path} with exit code {done.returncode}: {said}")

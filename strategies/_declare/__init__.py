@@ -1,1 +1,1 @@
-"""What a strategy declares: options, degrees, order, conflicts; and the plan that follows from it."""
+"""The declarations of a strategy: options, degrees, order, conflicts; and the plan that follows from them."""

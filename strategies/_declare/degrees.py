@@ -1,4 +1,4 @@
-"""Degrees of parallelism: how many workers lie along each axis of the mesh, and the check that their product fits."""
+"""Degrees of parallelism: the number of workers along each axis of the mesh, and the check of their product."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fleet.job.axes import AXES
 
 
 def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Returns ``degrees`` by axis; the one that is -1, of 'dp' or 'sharding', takes what the other degrees leave.
+    """Returns ``degrees`` by axis; a degree of -1, for 'dp' or 'sharding', takes the workers that the others leave.
 
     Args:
-        option: what the user types to set the degrees, for messages.
+        option: the option that sets the degrees, for messages.
         degrees: number of workers along each axis.
         world_size: number of workers in the job.
 
@@ -36,7 +36,8 @@ def plan_degrees(option: str, degrees: Mapping[str, int], world_size: int) -> di
             )
         return {**degrees, free: world_size // total}
     if total != world_size:
-        others, sharding = total // degrees["dp"], total // degrees.get("sharding", 1)
+        others = total // degrees["dp"]
+        sharding = total // degrees.get("sharding", 1)
         fits = f"Set dp_degree={world_size // others}" if world_size % others == 0 else "Change the degrees"
         if option == "sharding_configs" and world_size % sharding == 0:
             fits = f"Omit sharding_degree (it then takes all that the other degrees leave), {fits[0].lower()}{fits[1:]}"
@@ -51,7 +52,7 @@ def plan_experts(options: Any, planned: Mapping[str, int]) -> tuple[dict[str, in
     """Returns the degrees of the mesh and those of the expert grid, ``{}`` for the second where no expert is divided.
 
     The workers of one pipeline stage are ``sharding * mp`` for the dense part of a model and ``moe_sharding * ep`` for
-    its experts. With experts, cp divides the sharding axis, as in Fleet; without, it is an axis of its own.
+    its experts. With experts, cp divides the sharding axis, as in Fleet; without, it is a separate axis.
 
     Args:
         options: the options that ``planned`` comes from.
@@ -61,7 +62,9 @@ def plan_experts(options: Any, planned: Mapping[str, int]) -> tuple[dict[str, in
         ConfigError: the two grids do not fit together.
     """
     hybrid = options["hybrid_configs"]
-    ep, moe, rest = hybrid.ep_degree, hybrid.moe_sharding_degree, hybrid.cp_sharding_degree
+    ep = hybrid.ep_degree
+    moe = hybrid.moe_sharding_degree
+    rest = hybrid.cp_sharding_degree
     if ep == 1:
         for key, value in (("moe_sharding_degree", moe), ("cp_sharding_degree", rest)):
             if value > 1:
@@ -95,8 +98,9 @@ def plan_experts(options: Any, planned: Mapping[str, int]) -> tuple[dict[str, in
 
 
 def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
-    """Returns the option that decides and the degrees it asks for, of which one may be -1."""
-    hybrid, config = options["hybrid_configs"], options["sharding_configs"]
+    """Returns the option that decides and the degrees it asks for; one of them may be -1."""
+    hybrid = options["hybrid_configs"]
+    config = options["sharding_configs"]
     degrees = {axis: getattr(hybrid, f"{axis}_degree") for axis in AXES}
     if hybrid.ep_degree > 1:
         degrees["cp"] = 1  # it divides the sharding axis: see plan_experts
@@ -104,6 +108,7 @@ def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
     degrees["mp"] = degrees["mp"] if degrees["mp"] > 1 else tensor_parallel
     if not options["sharding"]:
         return "hybrid_configs", degrees
+    # sharding_configs leaves its degrees open and hybrid_configs names one, so the second decides.
     if config.sharding_degree == -1 and degrees["sharding"] > 1 and config.dp_degree == 1:
         return "hybrid_configs", degrees
     named = {axis: getattr(config, f"{axis}_degree") for axis in ("dp", "sharding", "mp", "pp")}
@@ -112,6 +117,14 @@ def asked_degrees(options: Any) -> tuple[str, dict[str, int]]:
         named["sharding"] = degrees["sharding"] if degrees["sharding"] > 1 else -1
         named["dp"] = degrees["dp"] if named["dp"] == 1 and degrees["dp"] != -1 else named["dp"]
     return "sharding_configs", degrees | named
+
+
+def degrees_or_none(options: Any, world_size: int) -> dict[str, int] | None:
+    """Returns the degree of every axis; ``None`` where they do not fit, which the plan refuses."""
+    try:
+        return plan_degrees(*asked_degrees(options), world_size)
+    except ConfigError:
+        return None
 
 
 def _product(degrees: Mapping[str, int]) -> str:

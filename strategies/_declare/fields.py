@@ -41,7 +41,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRule:
-    """What a value must satisfy, what it means, and what becomes of it.
+    """The bounds, the meaning and the outcome of a value.
 
     Exactly one of ``no_meaning`` and ``refused`` may hold a reason: an option with ``no_meaning`` is accepted with
     one warning, an option with ``refused`` raises when the plan is made and its value is not the default.
@@ -56,6 +56,7 @@ class FieldRule:
     enum: Mapping[str, int] | None = None  # names of the numbers, for the protobuf text form
     no_meaning: str | None = None
     refused: str | None = None
+    shows: str | None = None  # of a top-level option: reads as this key of a group where that is set, "option.key"
 
     @property
     def outcome(self) -> str:
@@ -107,7 +108,7 @@ def setting(default: Any, meaning: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A frozen group of settings; ``option`` is what the user types to reach it."""
+    """A frozen group of settings; ``option`` is its name in user code."""
 
     option: ClassVar[str] = ""
     owner: ClassVar[str] = ""  # of a group of top-level options: the strategy that reads it
@@ -123,6 +124,7 @@ class Config:
     def __post_init__(self) -> None:
         """Converts and checks every field; a subclass that adds rules across fields calls this first."""
         for key, kind in value_types(type(self)).items():
+            # Past the frozen dataclass: the value is converted once, before anybody reads it.
             value = converted(self.label(key), kind, getattr(self, key))
             object.__setattr__(self, key, value)
             self.rule(key).check(self.label(key), value)
@@ -131,6 +133,11 @@ class Config:
     def problem(cls, options: Any, world_size: int) -> str | None:
         """Returns why a group of top-level options cannot be honoured on ``world_size`` workers, or ``None``."""
         return None
+
+    @classmethod
+    def notes(cls, options: Any, world_size: int) -> tuple[str, ...]:
+        """Returns warnings about settings of a group of top-level options that change nothing here."""
+        return ()
 
     @classmethod
     def rule(cls, key: str) -> FieldRule:
@@ -174,9 +181,11 @@ class Config:
 
     def changes(self) -> dict[str, Any]:
         """Returns, as :meth:`as_dict` does, the keys that do not hold their defaults."""
-        default, found = type(self)(), {}
+        default = type(self)()
+        found = {}
         for key in self.key_names():
-            value, usual = getattr(self, key), getattr(default, key)
+            value = getattr(self, key)
+            usual = getattr(default, key)
             if value != usual:
                 found[key] = value.changes() if isinstance(value, Config) else plain(value)
         return found

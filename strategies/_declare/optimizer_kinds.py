@@ -1,4 +1,4 @@
-"""Which optimizers a strategy accepts: the torch classes behind Fleet's Momentum, SGD and Adam."""
+"""The optimizers that a strategy accepts: the torch classes behind Fleet's Momentum, SGD and Adam."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ The plan applies strategies from the user's objects outwards:
 
 - ``MODULE`` rewrites parts of the user's module (sync_batch_norm, recompute): data parallel and sharding must see
   the final modules, because they register hooks on them.
-- ``SHARD`` decides who holds and who exchanges what (data_parallel, sharding, pipeline).
-- ``COMM`` changes what crosses the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
+- ``SHARD`` decides which worker holds and exchanges which tensors (data_parallel, sharding, pipeline).
+- ``COMM`` changes the messages on the wire (fp16_allreduce, dgc): it needs the reducer of the SHARD stage.
 - ``COMPILE`` hands the result to the compiler, which must see the exchange to overlap it.
 - ``UPDATE`` replaces the update rule (lars, lamb; a_sync, where servers update) or corrects its result (asp): the
   innermost optimizer.
@@ -19,7 +19,7 @@ The plan applies strategies from the user's objects outwards:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -46,13 +46,13 @@ class Stage(IntEnum):
 
     @property
     def of_optimizer(self) -> Stage:
-        """When a strategy of this stage wraps the optimizer."""
+        """The stage in which a strategy of this stage wraps the optimizer."""
         return Stage.SHARE if self is Stage.SHARD else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What a user wants to read about a strategy; ``docs/strategies.md`` is made from it.
+    """The guide to a strategy for users; ``docs/strategies.md`` is made from it.
 
     ``example`` holds the options of a job that uses it, as in a strategy file; the contract tests train with it.
     """
@@ -78,8 +78,8 @@ class Strategy:
     A subclass sets ``name`` (the switch users turn on), ``meaning``, ``stage``, and where it applies ``Config`` (the
     ``<name>_configs`` dictionary), ``after`` (finer order inside the stage), ``conflicts`` (other switch -> reason
     shown to the user; each pair is written once, in either file) and ``refused`` (why the option cannot be honoured).
-    Reasons are phrases without a full stop. ``model_effect`` and ``optimizer_effect`` are what ``fleet.explain`` says
-    it does. A group of further top-level options names the strategy as its ``owner``, see :func:`top_level`.
+    Reasons are phrases without a full stop. ``fleet.explain`` shows ``model_effect`` and ``optimizer_effect``. A group
+    of further top-level options names the strategy as its ``owner``, see :func:`top_level`.
     """
 
     name: ClassVar[str]
@@ -110,6 +110,7 @@ class Strategy:
             raise TypeError(f"{cls.__name__}, the option {cls.name!r}, must also define {' and '.join(missing)}.")
         if cls.Config is not None and not (isinstance(cls.Config, type) and issubclass(cls.Config, Config)):
             raise TypeError(f"{cls.__name__}.Config is {cls.Config!r}; it must be a class derived from Config.")
+        # The definition of the class registers the option: an option is one file, and no list names it again.
         REGISTRY[cls.name] = cls
 
     def __init__(self, config: Any, job: Job) -> None:
@@ -145,7 +146,7 @@ class Strategy:
 
     @classmethod
     def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
-        """Returns what it does to the model and to the optimizer with these options, for ``fleet.explain``."""
+        """Returns its effects on the model and on the optimizer with these options, for ``fleet.explain``."""
         return cls.model_effect, cls.optimizer_effect
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -171,18 +172,18 @@ class Strategy:
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
         """Records, before a forward, that parameters of the wrapped ``model`` were added, removed, frozen or unfrozen.
 
-        Raises ConfigError when the parameters ``added`` can no longer take part.
+        Raises ConfigError when it is too late for the parameters ``added`` to take part.
         """
 
     def note_clear(self, parameters: Sequence[torch.Tensor]) -> None:
         """Records that the gradients of ``parameters`` were cleared through their model."""
 
     def close(self) -> None:
-        """Releases what the strategy holds outside the model and the optimizer; called at the end of the session."""
+        """Releases resources outside the model and the optimizer; called at the end of the session."""
 
 
 class JobKind(Strategy):
-    """What every job of one kind trains with: ``data_parallel`` a collective job, ``a_sync`` one with servers.
+    """The strategy of every job of one kind: ``data_parallel`` of collective jobs, ``a_sync`` of jobs with servers.
 
     No switch turns it on; another strategy may replace it. With ``in_ps_job`` it takes part in parameter-server jobs
     only, without it in collective jobs only. ``reads`` names the top-level options of the other kind that it honours.
@@ -194,11 +195,23 @@ class JobKind(Strategy):
 
 
 class StepCounter(Strategy):
-    """A strategy that counts the user's steps outside all other strategies, beside what it does to the optimizer."""
+    """A strategy that counts the user's steps outside all other strategies, beside its own wrapper."""
 
     def wrap_steps(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns ``optimizer``, or one around it that stands outside all."""
+        """Returns ``optimizer``, or an optimizer around it, outside all others."""
         return optimizer
+
+
+class GradientKeeper(Strategy):
+    """A strategy that keeps the gradients of several batches until an update."""
+
+    def averaged_batches(self) -> int:
+        """Returns the number of batches by which it divides the sum of their gradients."""
+        return 1
+
+    def held_gradients(self, parameters: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Returns the gradients of ``parameters`` that it keeps outside of ``.grad`` until an update."""
+        return ()
 
 
 def top_level(group: type[Config]) -> type[Config]:

@@ -1,4 +1,4 @@
-"""The plan: which strategies run, in which order, or why they cannot run together. It never drops one.
+"""The plan: the strategies in their order, or the reason why they cannot run together. It never drops one.
 
 ``plan`` is a pure function of the options and the number of workers; every rank computes the same order because
 nothing here iterates over a set.
@@ -19,7 +19,7 @@ _IN_PS_JOB = "this is a parameter-server job, and the option belongs to collecti
 
 @dataclass(frozen=True)
 class Plan:
-    """The strategies in order of application, the remarks for the user, and what the plan was made for."""
+    """The strategies in order of application, the remarks for the user, and the number of workers."""
 
     steps: tuple[type[Strategy], ...]
     notes: tuple[str, ...]
@@ -50,11 +50,14 @@ def plan(options: Values, world_size: int, *, collective: bool = True) -> Plan:
 
 
 def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *, collective: bool = True) -> list[str]:
-    """Returns what the user should know: settings that change nothing with this plan, each with its reason."""
+    """Returns remarks for the user: settings that change nothing with this plan, each with its reason."""
     names = [step.name for step in steps]
     found = [note for step in steps for note in step.notes(options, world_size)]
-    if not collective:
-        read = {key for step in steps if issubclass(step, JobKind) for key in step.reads}  # it says what they do here
+    if collective:
+        found += [note for group in GROUPS for note in group.notes(options, world_size)]
+    else:
+        # Options that the strategy of this kind of job reads: its own notes speak of them.
+        read = {key for step in steps if issubclass(step, JobKind) for key in step.reads}
         unread = [
             key
             for group in GROUPS
@@ -67,7 +70,8 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
         if name in names:
             continue
         unused = [key for key in settings_of(strategy) if options.is_set(key)]
-        elsewhere, is_kind = foreign(strategy, collective=collective), issubclass(strategy, JobKind)
+        elsewhere = foreign(strategy, collective=collective)
+        is_kind = issubclass(strategy, JobKind)
         if elsewhere is not None:
             switched = (strategy.default or not is_kind and _is_on(strategy, options)) and options.is_set(name)
             unused = [name, *unused] if switched else unused
@@ -107,9 +111,9 @@ def foreign(strategy: type[Strategy], *, collective: bool) -> str | None:
 
 
 def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> list[type[Strategy]]:
-    """Returns the strategies that the options switch on, and that of this kind of job, by stage and name.
+    """Returns the strategies that the options switch on, and the job kind's, by stage and name.
 
-    A collective job of one worker exchanges with nobody and has none of its kind.
+    A collective job of one worker exchanges with nobody and has no strategy of its kind.
     """
     able = [s for s in REGISTRY.values() if foreign(s, collective=collective) is None]
     chosen = [strategy for strategy in able if not issubclass(strategy, JobKind) and strategy.chosen(options)]
@@ -122,7 +126,7 @@ def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> 
 def problems(options: Values, world_size: int, *, collective: bool = True) -> list[ConfigError]:
     """Returns every reason why the options cannot run on ``world_size`` workers; an empty list when they can.
 
-    First what the user can repair (conflicts, wrong combinations), then what cannot be honoured.
+    Conflicts and wrong combinations, which the user can repair, come before options that cannot be honoured.
     """
     chosen = chosen_strategies(options, world_size, collective=collective)
     found: list[ConfigError] = [*conflicts_among(chosen)]
@@ -160,7 +164,8 @@ def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[
             found += _refused(group, key, options[key], getattr(default, key))
     for strategy in chosen:
         if strategy.Config is not None:
-            config, default = options[f"{strategy.name}_configs"], strategy.Config()
+            config = options[f"{strategy.name}_configs"]
+            default = strategy.Config()
             for key in config.key_names():
                 found += _refused(strategy.Config, key, getattr(config, key), getattr(default, key))
     return found
@@ -181,6 +186,7 @@ def _refused(owner: type[Config], key: str, value: object, default: object) -> l
 
 def ordered(chosen: Sequence[type[Strategy]]) -> tuple[type[Strategy], ...]:
     """Returns ``chosen`` by stage, inside a stage by ``after``, otherwise by name."""
+    # Sorted input and lists, no sets: every rank must come to the same order.
     names = [strategy.name for strategy in chosen]
     before = {
         strategy.name: [

@@ -1,9 +1,9 @@
-"""Several batches, one update: how many there are, how many are done, and which backward pass exchanges gradients."""
+"""Several batches, one update: the count of batches, and the backward pass that exchanges their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ class Accumulator:
         steps: calls of ``step()`` since the last update.
         passes: backward passes since the last step or clear.
         lost: whether a later optimizer has parameters of this one.
+        notes: numbers that belong to the gradients in its state; ``None`` where the state has no gradients.
     """
+
+    takes_unseen: ClassVar[bool] = False  # counts passes that bypass the outputs of their model
 
     def __init__(
         self, option: str, everyone: Sequence[Accumulator] = (), *, per_update: int = 1, per_exchange: int = 1
@@ -40,6 +43,7 @@ class Accumulator:
         self.steps = 0
         self.passes = 0
         self.lost = False
+        self.notes: dict[str, Tensor] | None = None
         self._everyone = everyone
         self._parameters: Callable[[], Sequence[Tensor]] = tuple
         # The gradients of the last update, if nobody clears them.
@@ -48,14 +52,15 @@ class Accumulator:
     # ---- whose parameters -----------------------------------------------------------------------------------------
 
     def take(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        """Counts for the optimizer of ``parameters``; no other accumulator does so any longer."""
+        """Counts for the optimizer of ``parameters``, in place of any other accumulator."""
+        # A parameter counts with one optimizer, the latest that was given it.
         for other in self._everyone:
             if other is not self:
                 other.give(parameters())
         self._parameters = parameters
 
     def give(self, parameters: Iterable[Tensor]) -> None:
-        """Stops counting when another optimizer takes some of ``parameters``."""
+        """Stops counting when another optimizer gets some of ``parameters``."""
         if self._has_some(parameters):
             self.lost = True
             self._parameters = tuple
@@ -165,12 +170,16 @@ class Accumulator:
         """Whether gradients wait that only this worker has, and that its state holds."""
         return False
 
+    def held(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Returns the gradients of ``parameters`` that are kept out of ``.grad``."""
+        return ()
+
     def has_new_gradients(self) -> bool:
         """Returns whether gradients of the present batch are kept out of ``.grad``."""
         return False
 
     def saving_note(self) -> str | None:
-        """Returns what a user who saves between two updates should know."""
+        """Returns a note for a user who saves between two updates, or ``None``."""
         waiting = self.steps + self.passes
         if not waiting:
             return None
@@ -205,11 +214,7 @@ class InModel(Accumulator):
 
     def check_agreement(self) -> None:
         """Raises ConfigError: the units of a divided model exchange together."""
-        raise ConfigError(
-            "Two optimizers hold parameters of one sharded model, and only one of them is at its last batch "
-            "(sharding_configs['gradient_merge_acc_step'], ['accumulate_steps']). Step both after each batch, or "
-            "use stage 1."
-        )
+        refuse_disagreement()
 
     def check_clear(self) -> None:
         """Raises ConfigError when gradients are cleared that wait inside the divided model among others."""
@@ -222,9 +227,9 @@ class InModel(Accumulator):
         if self.per_update > 1 and self.passes:
             raise ConfigError(
                 "zero_grad() came between backward() and step(). With sharding_configs['gradient_merge_acc_step'] "
-                f"{self.per_update} in stages 2 and 3 gradients wait inside the sharded model and cannot be dropped. "
+                f"{self.per_update} in stage 3 gradients wait inside the sharded model and cannot be dropped. "
                 "Call zero_grad() before backward() or after step(), keep losses of other models from passing through "
-                "this one (requires_grad_(False), detach()), or use stage 1."
+                "this one (requires_grad_(False), detach()), or use stage 1 or 2."
             )
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
@@ -240,8 +245,20 @@ class InModel(Accumulator):
         return is_part(parameter)
 
 
+def refuse_disagreement() -> NoReturn:
+    """Raises ConfigError: only one of two optimizers waits for the exchange of a sharded model."""
+    raise ConfigError(
+        "Two optimizers hold parameters of one sharded model, and only one of them is at its last batch "
+        "(sharding_configs['gradient_merge_acc_step'], ['accumulate_steps']). Step both after each batch, or "
+        "use stage 1."
+    )
+
+
 def accumulate(model: Passes, accumulators: Sequence[Accumulator]) -> None:
-    """Makes ``model`` exchange only in passes that one of its ``accumulators``, also of later ones, waits for."""
+    """Makes ``model`` exchange only in passes that one of its ``accumulators`` waits for.
+
+    The list may grow later; it is read in each pass.
+    """
 
     def own() -> list[Accumulator]:
         return [accumulator for accumulator in accumulators if accumulator.is_in(model)]
@@ -262,6 +279,7 @@ def accumulate(model: Passes, accumulators: Sequence[Accumulator]) -> None:
         for accumulator in own():
             accumulator.end_pass()
 
+    model.takes_unseen = lambda: any(accumulator.takes_unseen for accumulator in own())
     model.starts.append(begin)
     model.gates.append(is_last)
     model.ends.append(end)
@@ -285,7 +303,8 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
         Raises ConfigError when a later optimizer has parameters of this one, and for a batch that cannot end here.
         """
-        accumulator, loss = self._accumulator, None
+        accumulator = self._accumulator
+        loss = None
         if accumulator.lost:
             raise ConfigError(shared_by_two(accumulator.option))
         if closure is not None:
@@ -312,6 +331,11 @@ class AccumulatingOptimizer(OptimizerWrapper):
         """Returns whether an update takes the gradients of several steps."""
         return self._accumulator.per_update > 1 or super().merges()
 
+    def window_notes(self) -> dict[str, Tensor] | None:
+        """Returns the numbers saved with the gradients of an open window of batches; ``None`` without a window."""
+        notes = self._accumulator.notes
+        return super().window_notes() if notes is None else notes
+
     def only_counts(self) -> bool:
         """Returns whether the next ``step()`` ends a batch and updates nothing."""
         return self._accumulator.only_counts()
@@ -322,7 +346,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
         return self._accumulator.is_out_of_step or super().is_out_of_step
 
     def saving_note(self) -> str | None:
-        """Returns what a user who saves between two updates should know."""
+        """Returns a note for a user who saves between two updates, or ``None``."""
         return self._accumulator.saving_note() or super().saving_note()
 
     def note_groups(self) -> None:

@@ -1,9 +1,9 @@
-"""Arrivals: the parameters that a backward pass of a data-parallel module brings gradients to, and those that it owes.
+"""Arrivals: the parameters that get gradients in a backward pass of a data-parallel module, and those that lack one.
 
 [Note: What an exchange carries]
-torch's reducer waits in a pass that exchanges for one gradient of each parameter, and sends all of ``.grad``: also what
-earlier passes have added on this worker alone, under ``no_sync()`` or through the plain module. A parameter that only
-they have reached (a head whose loss is computed in chunks) is given to the reducer when the pass ends.
+torch's reducer waits in a pass that exchanges for one gradient of each parameter, and sends all of ``.grad``, including
+the gradients of earlier passes on this worker alone, under ``no_sync()`` or through the plain module. A parameter that
+only they have reached (a head whose loss is computed in chunks) is given to the reducer when the pass ends.
 
 With ``find_unused_parameters`` the reducer asks, when a pass begins, which parameters it may expect. It searches the
 graph of one forward; the engine knows the graph of the whole pass, so the reducer is handed a graph with that answer.
@@ -36,28 +36,36 @@ class Arrivals:
 
     Attributes:
         local: the parameters to whose gradients something was added after the last exchange.
+        outside: called with a parameter before a gradient is added to it that no pass of the module brings.
     """
 
     def __init__(
         self, reducer: DistributedDataParallel, is_running: Callable[[], bool], begin_unseen: Callable[[], None]
     ) -> None:
         self.local: set[Tensor] = set()
+        self.outside: list[Callable[[Tensor], None]] = []
         self._reducer = reducer
         self._is_running = is_running
         self._begin_unseen = begin_unseen
-        self._nodes: dict[nn.Parameter, Any] = {}  # kept alive: torch keeps a node as long as somebody does
-        self._frozen: dict[nn.Parameter, Any] = {}  # since they were exchanged; they may have gradients
+        # The nodes that accumulate gradients, kept alive: torch drops a node, and its hooks, when nobody holds it.
+        self._nodes: dict[nn.Parameter, Any] = {}
+        # Frozen after they were exchanged, perhaps with gradients.
+        self._frozen: dict[nn.Parameter, Any] = {}
         self._handles: list[Any] = []
-        self._came: set[Tensor] | None = None  # in this pass, if it exchanges
-        self._expected: set[Tensor] | None = None  # what the reducer expects in it; None: all
+        # In a pass that exchanges: the parameters with a gradient so far, and those that the reducer expects; None is
+        # all.
+        self._came: set[Tensor] | None = None
+        self._expected: set[Tensor] | None = None
         self.follow()
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copied model has passes of its own."""
+        """Returns None: a copied model makes its own passes."""
 
     def follow(self) -> None:
         """Watches the parameters that the reducer exchanges now."""
-        present, known, local = set(self._reducer.module.parameters()), self._frozen | self._nodes, self.local.copy()
+        present = set(self._reducer.module.parameters())
+        known = self._frozen | self._nodes
+        local = self.local.copy()
         self.release()
         self._frozen = {p: node for p, node in known.items() if p in present and not p.requires_grad}
         self._nodes = {p: accumulator_of(p) for p in self._reducer._module_parameters if p.requires_grad}
@@ -68,7 +76,7 @@ class Arrivals:
             self._handles.append(node.register_prehook(partial(_arrive, weakref.ref(self), parameter)))
 
     def release(self) -> None:
-        """Watches nothing any more."""
+        """Stops watching."""
         while self._handles:
             self._handles.pop().remove()
         self.local.clear()
@@ -88,7 +96,8 @@ class Arrivals:
         """Returns an output, for the reducer's search, of a graph with the parameters that this pass reaches."""
         expected = [p for p, node in self._nodes.items() if _is_executed(node) or self._waits(p)]
         self._expected = set(expected)
-        frozen = [p for p in expected if not p.requires_grad]  # since their forward
+        # Parameters that were frozen after their forward; the reducer's search finds only trained ones.
+        frozen = [p for p in expected if not p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
         with torch.enable_grad():
@@ -104,6 +113,8 @@ class Arrivals:
         """
         if not self._is_running() and not any(one._is_running() for one in self._sharing(parameter)):
             self._begin_unseen()
+            for note in () if self._is_running() else self.outside:
+                note(parameter)
         came = self._came
         if came is None or parameter in self._frozen:
             self.local.add(parameter)
@@ -123,7 +134,7 @@ class Arrivals:
         came.add(parameter)
 
     def end(self) -> None:
-        """Ends a pass that exchanges, with what only earlier passes have reached.
+        """Ends a pass that exchanges, with the parameters that only earlier passes have reached.
 
         Raises ConfigError where parameters took no part, or their gradients cannot arrive.
         """
@@ -141,8 +152,8 @@ class Arrivals:
         owed = [p for p in missing if self._waits(p)] if self._expected is not None or not finds_unused else []
         given = set(owed)
         silent = [p for p in missing if p not in given and not (finds_unused and p.grad is None)]
-        present = {id(p) for p in self._reducer.module.parameters()} if silent else set()
-        changed = [p for p in silent if id(p) not in present or _has_another_node(p, self._nodes[p])]
+        present = {id(p) for p in self._reducer.module.parameters()}
+        changed = [p for p in missing if id(p) not in present or _has_another_node(p, self._nodes[p])]
         if changed:
             raise ConfigError(
                 f"Gradients of {self._named(changed)} came past the exchange: after distributed_model() had wrapped "
@@ -214,7 +225,7 @@ def _arrive(arrivals: weakref.ref[Arrivals], parameter: nn.Parameter, gradients:
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """Returns the node of the graph that adds to ``parameter.grad``; torch keeps it only as long as somebody does."""
+    """Returns the node of the graph that adds to ``parameter.grad``; torch keeps it only while somebody holds it."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():  # a class of parameters may watch its uses
         view: Any = parameter.view_as(parameter).grad_fn
     return view.next_functions[0][0]

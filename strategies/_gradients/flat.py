@@ -13,6 +13,9 @@ from fleet.strategies._gradients.exchange_names import named_exchange
 
 # A flat copy of the whole model would double its memory; 64 MiB is large enough for the wire to be busy.
 _CHUNK_BYTES = 64 * 1024 * 1024
+# torch 2.13 renamed them and warns about the older names.
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+sum_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @torch.no_grad()
@@ -52,7 +55,8 @@ def chunks(tensors: Sequence[Tensor], limit_bytes: float | None = None) -> Itera
             size += tensor.numel() * tensor.element_size()
             if size >= limit_bytes:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
         if chunk:
             yield chunk
 

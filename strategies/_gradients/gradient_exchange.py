@@ -1,8 +1,8 @@
-"""GradientExchange: what a bucket of gradients goes through between workers, and where a wrapped model keeps it.
+"""GradientExchange: the route of a bucket of gradients between workers, and its place in a wrapped model.
 
-Several options change the exchange (the type on the wire, the division, the route), whoever runs it. Each option sets
-its field here. DistributedDataParallel takes a single hook; it is registered at the first field that differs from what
-DistributedDataParallel does by itself.
+Several options change the exchange (the type on the wire, the division, the route), in data parallel and in a pipeline.
+Each option sets its field here. DistributedDataParallel takes a single hook; it is registered at the first field that
+differs from the default of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SentBucket:
     Attributes:
         future: holds the sum, in the type of the wire.
         gradients: the bucket, in its own type.
-        header_size: how many numbers at its end are no gradients.
-        factor: what its gradients were multiplied by on the wire.
+        header_size: the count of numbers at its end that are no gradients.
+        factor: the factor of its gradients on the wire.
     """
 
     future: torch.futures.Future[list[Tensor]]
@@ -41,7 +41,7 @@ class SentBucket:
     factor: float
 
     def received(self) -> Tensor:
-        """Returns the bucket with what all workers have sent, once ``future`` is done; raises its error."""
+        """Returns the sum over all workers, once ``future`` is done; raises its error."""
         summed = self.future.value()[0]
         if summed.dtype == self.gradients.dtype:
             return summed
@@ -58,18 +58,18 @@ class GradientExchange:
     A bucket may end with a header: whole numbers that workers must agree on before they use its gradients. They travel
     in the same all_reduce, in the type of the wire, and are summed as they are: not divided, not multiplied by the
     factor. A sum is exact up to 2**24 in float32, 2048 in float16 and 256 in bfloat16; above that a sum of flags is
-    still above 0 in every type. What needs more digits is sent as several small numbers.
+    still above 0 in every type. A larger number travels as several small ones.
 
     Args:
-        strategy: who exchanges; profilers show it unless options have changed the exchange.
+        strategy: the strategy that exchanges; profilers show it unless options have changed the exchange.
         group: the workers that exchange.
-        divisor: what the sum is divided by: the number of workers, or of those among them that train on different
-            rows; 1 leaves the sum.
+        divisor: divides the sum: the number of workers, or of those among them that train on different rows; 1 leaves
+            the sum.
 
     Attributes:
-        wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps their own.
-        wire_factor: what float32 gradients are multiplied by while they cross the wire as float16, whose small values
-            they would lose otherwise; the loss scale of amp.
+        wire_dtype: floating type in which float32 gradients cross the wire; ``None`` keeps float32.
+        wire_factor: the factor of float32 gradients while they cross the wire as float16, in which small values would
+            be lost otherwise: the loss scale of amp.
         sum: adds a buffer up over the workers; one all_reduce by default.
         route: exchanges a bucket of DistributedDataParallel by other means than a sum; it reads the other fields.
         names: the strategies that changed it; profilers show them.
@@ -91,7 +91,7 @@ class GradientExchange:
         return self._group
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Returns None: a copied model makes an exchange of its own, or has none."""
+        """Returns None: a copied model makes its own exchange, or has none."""
 
     def use(self, strategy: str = "") -> None:
         """Makes buckets go through this exchange, whose fields ``strategy`` has set."""
@@ -159,7 +159,7 @@ class HookedExchange(GradientExchange):
         return cast("torch.futures.Future[Tensor]", sent.future.then(lambda done: sent.received()))
 
 
-EXCHANGE = "fleet_exchange"  # under which a module that exchanges keeps how
+EXCHANGE = "fleet_exchange"  # the attribute of a module that exchanges
 
 
 def exchange_of(module: DistributedDataParallel) -> HookedExchange:
@@ -187,6 +187,7 @@ def data_parallel_in(model: nn.Module) -> DistributedDataParallel | None:
 
 def exchanging_in(model: nn.Module) -> nn.Module | None:
     """Returns the module that ``model`` is or wraps and that exchanges gradients in backward, or ``None``."""
+    # DistributedDataParallel has a plain attribute of this name, the modules of stages 2 and 3 a property.
     for found in _chain_of(model):
         is_divided = isinstance(getattr(type(found), "require_backward_grad_sync", None), property)
         if is_divided or isinstance(found, DistributedDataParallel):
@@ -203,17 +204,17 @@ def _chain_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def inner_of(model: nn.Module) -> nn.Module | None:
-    """Returns what a wrapper that the strategies put around a module runs; ``None`` for any other module."""
+    """Returns the module inside a wrapper that the strategies put around it; ``None`` for any other module."""
     if isinstance(model, DistributedDataParallel):
         return cast(nn.Module, model.module)
     return model.__dict__.get("_orig_mod") or model._modules.get("_orig_mod")
 
 
 def copied_chain(chain: nn.Module, module: nn.Module, twin: nn.Module, memo: dict[int, Any]) -> tuple[nn.Module, bool]:
-    """Returns what runs ``twin``, a copy of ``module``, as ``chain`` runs ``module``; and whether it can be trained.
+    """Returns wrappers around ``twin``, a copy of ``module``, like those of ``chain``; and whether it can be trained.
 
-    It can where nothing but data parallel acts on gradients: hooks of parameters, batches that are counted and other
-    exchanges belong to the original.
+    It can where nothing but data parallel acts on gradients: hooks of parameters, counted batches and other exchanges
+    belong to the original.
     """
     if chain is module:
         return twin, True

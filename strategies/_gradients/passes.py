@@ -12,12 +12,11 @@ apart: the engine does not run them then.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,42 +32,34 @@ from fleet.strategies._shared.parts import is_part
 
 _MARK = "fleet_forward"
 
-_FunctionType = TypeVar("_FunctionType", bound=Callable[..., Any])
-
-
-def outside_graphs(function: _FunctionType) -> _FunctionType:
-    """Returns ``function``, which the compiler of ``to_static`` leaves out: one that exchanges with other workers.
-
-    Traced, its exchanges would be compiled, at a moment of each worker's own.
-    """
-
-    left_out: Callable[..., Any] = function
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left_out
-        # The compiler takes a second to import, so it is not told before it is there.
-        if left_out is function and "torch._dynamo" in sys.modules:
-            left_out = torch.compiler.disable(function)
-        return left_out(*args, **kwargs)
-
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast(_FunctionType, run)
-
 
 class Forward:
     """One forward of a wrapped model.
 
     Attributes:
-        exchanges: whether its backward pass is to exchange gradients, as far as ``no_sync()`` says.
+        exchanges: whether its backward pass is to exchange gradients, as far as ``no_sync()`` says; see also
+            :meth:`will_exchange`.
         begun: whether a backward pass of it has begun.
         differentiated: who ran a backward pass through its output: ``"user"``, ``"minimize"`` or nobody, ``""``.
     """
 
-    def __init__(self, exchanges: bool, begun: bool = False) -> None:
+    def __init__(self, passes: Passes, exchanges: bool, begun: bool = False) -> None:
+        self._passes = weakref.ref(passes)  # a graph that holds the passes would hold itself
         self.exchanges = exchanges
         self.begun = begun
         self.differentiated = ""
+
+    def will_exchange(self) -> bool:
+        """Returns whether the backward pass under way exchanges gradients; without one, whether a new pass would."""
+        passes = self._passes()
+        if passes is None:
+            return False
+        return passes.runs_exchange() if passes.running else self.exchanges and passes.is_due()
+
+    def fills(self) -> bool:
+        """Returns whether the backward pass under way adds to ``.grad`` of a parameter of the model."""
+        passes = self._passes()
+        return passes is not None and passes.fill()
 
 
 class Passes:
@@ -81,9 +72,11 @@ class Passes:
         checks: called before a pass that exchanges; they may raise.
         reducer: the data-parallel module, if there is one.
         arrivals: the gradients that arrive at its parameters, if there is one.
-        begun: how many passes have begun; ``exchanged`` counts those that exchanged gradients.
+        begun: the number of passes that have begun; ``exchanged`` counts those that exchanged gradients.
+        latest: the latest forward, which may be under way.
+        takes_unseen: returns whether every pass that bypasses the outputs belongs to the latest forward.
         everyone: returns the parameters of all models that may share a graph with this one.
-        hearing: returns what is called for a hook of the job's listeners.
+        hearing: returns the calls for a hook of the job's listeners.
     """
 
     def __init__(self, exchanging: nn.Module | None, parameters: Iterable[nn.Parameter]) -> None:
@@ -92,6 +85,7 @@ class Passes:
         self.ends: list[Callable[[], None]] = []
         self.checks: list[Callable[[], None]] = []
         self.parameters = dict.fromkeys(parameters)
+        self.takes_unseen: Callable[[], bool] = lambda: False
         self.everyone: Callable[[], Iterable[Tensor]] = lambda: self.parameters
         self.hearing: Callable[[str], Sequence[Callable[[], None]]] = lambda hook: ()
         self.running = False
@@ -99,7 +93,8 @@ class Passes:
         self._exchanging: Any = exchanging  # in data parallel or stages 2 and 3 of sharding
         self.reducer = exchanging if isinstance(exchanging, DistributedDataParallel) else None
         self._prepared = False  # torch's reducer waits for a pass, or for the gradients of the one under way
-        self._latest = Forward(exchanges=True, begun=True)
+        self._latest = Forward(self, exchanges=True, begun=True)  # that has ended
+        self.latest = self._latest
         self._places: dict[Tensor, tuple[TensorWeakRef, int]] = {}  # gradients after an exchange, and where
         self._accumulator: Any = None  # of the parameter that the last pass was recognised by
         self.arrivals: Arrivals | None = None
@@ -107,16 +102,19 @@ class Passes:
             self.arrivals = Arrivals(self.reducer, lambda: self.running, self._begin_unseen)
 
     def forward(self, chain: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns what ``chain`` returns; backward passes through it are noticed."""
+        """Returns the output of ``chain``; backward passes through it are noticed."""
         if not torch.is_grad_enabled():
             return chain(*args, **kwargs)
         if torch.compiler.is_compiling():
-            self._latest = Forward(exchanges=self.reducer is not None and self.reducer.require_backward_grad_sync)
+            self._latest = Forward(self, exchanges=self.reducer is not None and self.reducer.require_backward_grad_sync)
+            self.latest = self._latest
             return chain(*args, **kwargs)
         if self.running and torch._C._current_graph_task_id() == -1:
             self.running = False  # a pass that failed has no end
-        exchanging, reducer = self._exchanging, self.reducer
-        made = Forward(exchanges=exchanging is not None and exchanging.require_backward_grad_sync)
+        exchanging = self._exchanging
+        reducer = self.reducer
+        made = Forward(self, exchanges=exchanging is not None and exchanging.require_backward_grad_sync)
+        self.latest = made
         if reducer is None:
             return self._watched(chain(*args, **kwargs), made)
         # Workers that have joined wait for a word from forward whether backward will exchange.
@@ -130,7 +128,7 @@ class Passes:
         return self._watched(output, made)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the ``parameters`` that the module has now, of which others than before may train."""
+        """Follows the ``parameters`` that the module has now; other ones than before may train."""
         self.parameters = dict.fromkeys(parameters)
         if self.arrivals is not None:
             self.arrivals.follow()
@@ -144,10 +142,27 @@ class Passes:
             return False  # torch.autograd.grad(..., parameter)
         found = _first_filled(self.parameters)
         if found is not None and not is_part(found):
-            self._accumulator = accumulator_of(
-                found
-            )  # most likely of the next pass, too; a search takes ten times as long
+            # Most likely the node of the next pass, too; a search takes ten times as long.
+            self._accumulator = accumulator_of(found)
         return found is not None
+
+    def runs_exchange(self) -> bool:
+        """Returns whether the pass under way exchanges gradients."""
+        return self._prepared or bool(getattr(self._exchanging, "exchanges", False))
+
+    def is_due(self) -> bool:
+        """Returns whether a pass exchanges as far as the gates say."""
+        return not self.gates or any(gate() for gate in self.gates)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way."""
+        return self.latest is not self._latest
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there are passes that exchange."""
+        return self._exchanging is not None
 
     @property
     def has_local(self) -> bool:
@@ -155,13 +170,18 @@ class Passes:
         has: Any = getattr(self._exchanging, "has_local", None)
         return has is not None and bool(has())
 
+    @property
+    def local_gradients(self) -> Arrivals | None:
+        """The watch over gradients that wait in ``.grad`` for an exchange, if the model exchanges them there."""
+        return self.arrivals or (self._exchanging if hasattr(self._exchanging, "has_exchanged") else None)
+
     def watch_loss(self, loss: Tensor, exchanges: bool) -> Tensor:
         """Returns ``loss``, from which backward is called while a forward is under way; that pass is noticed."""
-        return cast(Tensor, self._watched(loss, Forward(exchanges and self._exchanging is not None)))
+        return cast(Tensor, self._watched(loss, Forward(self, exchanges and self._exchanging is not None)))
 
     def _begin_unseen(self) -> None:
-        """Begins the pass of the latest forward, whose outputs the graph bypasses; others stay on this worker."""
-        if not self._latest.begun and self._exchanging.require_backward_grad_sync:
+        """Begins the pass of the latest forward, whose outputs the graph bypasses; other passes stay on this worker."""
+        if self.takes_unseen() or (not self._latest.begun and self._exchanging.require_backward_grad_sync):
             self.begin()
 
     def begin(self, made: Forward | None = None) -> None:
@@ -174,18 +194,21 @@ class Passes:
         if self._exchanging is None and not self.starts and not self.hearing("gradients_arrived"):
             self.begun += 1
             return  # nothing waits for the first gradient of the pass, and nothing for its end
-        unseen, made, reducer = made is None, made or self._latest, self.reducer
+        unseen = made is None
+        made = made or self._latest
+        reducer = self.reducer
         made.begun = True
         is_held = unseen and not getattr(self._exchanging, "require_backward_grad_sync", True)
         if reducer is not None and reducer._delay_all_reduce_all_params:
-            reducer = None  # of a wholly frozen model, whose reducer would wait for gradients that do not come
-        elif made.exchanges and not is_held and (not self.gates or any(gate() for gate in self.gates)):
+            reducer = None  # a wholly frozen model's reducer would wait for gradients that do not come
+        elif made.exchanges and not is_held and self.is_due():
             self._exchange()
         else:
             self.tell(exchanges=False)
         self.running = True
         self.begun += 1
         self._places = {}
+        # The engine calls it when the pass has ended and every gradient has arrived.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         for start in self.starts:
             start()
@@ -208,13 +231,13 @@ class Passes:
 
     def _end(self) -> None:
         exchanged = self._prepared
+        exchanges = self.runs_exchange()
         try:
             if exchanged and self.arrivals is not None:
                 self.arrivals.end()
         finally:
             self.running = False
             self._prepared = False
-        exchanges = exchanged or bool(getattr(self._exchanging, "exchanges", False))
         self.exchanged += exchanges
         for end in self.ends:
             end()
@@ -253,7 +276,7 @@ class Passes:
     def _watched(self, output: Any, made: Forward) -> Any:
         found = [output] if type(output) is Tensor else nested_tensors(output)
         tensors = [tensor for tensor in found if tensor.requires_grad]
-        # Weakly: the graph must not hold what holds the graph.
+        # Weakly: a graph that holds the passes would hold itself.
         arrive = partial(_arrive, weakref.ref(self), made)
         for tensor in tensors:
             node: Any = tensor.grad_fn
@@ -278,7 +301,8 @@ def _arrive(passes_ref: weakref.ref[Passes], made: Forward, gradient: Tensor) ->
     if fills:
         passes.begin(made)
     else:
-        passes.tell(exchanges=False)  # the gradients of earlier batches, which may wait in a frozen model, stay there
+        # The gradients of earlier batches may wait in a frozen model, and stay there.
+        passes.tell(exchanges=False)
     if not made.differentiated and (fills or fills_gradients(passes.everyone(), alone=True)):
         made.differentiated = "user"
 
@@ -305,7 +329,7 @@ def _first_filled(parameters: Iterable[Tensor]) -> Tensor | None:
         if not parameter.requires_grad:
             continue
         if is_part(parameter):
-            return parameter  # what was gathered has the node
+            return parameter  # the gathered parameter has the node, and only running units have one
         try:
             if torch._C._will_engine_execute_node(accumulator_of(parameter)):
                 return parameter
@@ -316,17 +340,20 @@ def _first_filled(parameters: Iterable[Tensor]) -> Tensor | None:
 
 def forwards_behind(loss: Tensor) -> list[Forward]:
     """Returns the forwards of wrapped models that ``loss`` was computed from."""
-    found: list[Forward] = []
-    start: Any = loss.grad_fn
-    seen, stack = {start}, [start]
+    nodes = nodes_behind(loss, ends=lambda node: _MARK in node.metadata)
+    return [node.metadata[_MARK] for node in nodes if _MARK in node.metadata]
+
+
+def nodes_behind(loss: Tensor, ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """Yields the nodes of the graph of ``loss`` (a leaf has none), up to nodes at which the search ``ends``."""
+    stack: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(stack)
     while stack:
         node = stack.pop()
-        made = node.metadata.get(_MARK)
-        if made is not None:
-            found.append(made)
+        yield node
+        if ends(node):
             continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return found

@@ -27,12 +27,12 @@ class GradientReducer:
 
     Args:
         parameters: the parameters of this stage by chunk, in the order in which forward uses them.
-        exchange: with the workers that hold the same parameters; ``None`` when there is no other.
+        exchange: the exchange with the workers that hold the same parameters; ``None`` without others.
         bucket_bytes: the size at which a bucket is full.
         last_bucket_bytes: with ``overlaps``, the size of the bucket that is sent last.
         overlaps: exchange a bucket as soon as its gradients are complete, and not after the step.
         finds_unused: accept parameters without a gradient on some workers.
-        late: parameters that are exchanged after all others, in buckets of their own: those that stages share.
+        late: parameters that stages share, exchanged after all others, in separate buckets.
     """
 
     def __init__(
@@ -108,12 +108,13 @@ class GradientReducer:
                 handle.remove()
 
     def finish(self, sum_ties: Callable[[], None], names: Callable[[], dict[Any, str]]) -> None:
-        """Exchanges what is left; afterwards the gradients are those of all workers, with those of earlier steps.
+        """Exchanges the remaining buckets; then adds the gradients of earlier steps.
 
         ``sum_ties`` adds up the gradients of parameters that stages share; they are exchanged after it. ``names`` is
         for messages. Raises ConfigError when a parameter has no gradient and the options do not allow it.
         """
         if self.exchange is not None:
+            # Before the rest is sent, so that a refused step leaves no exchange half done.
             self._check_used([p for bucket in self._buckets for p in bucket.parameters], names)
             while self._next < len(self._buckets):
                 self._start_next()
@@ -125,7 +126,8 @@ class GradientReducer:
                 self._start(Bucket(trained))
             for bucket in self._started:
                 bucket.finish()
-        self._started, self._buckets = [], []
+        self._started = []
+        self._buckets = []
         for parameter, gradient in self._kept.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._kept = {}
@@ -169,7 +171,8 @@ def overlapped_buckets(tensors: Sequence[Tensor], full_bytes: float, last_bytes:
         [2, 2, 2, 2, 1, 1]
     """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    kept, tail = len(tensors) - 1, sizes[-1]
+    kept = len(tensors) - 1
+    tail = sizes[-1]
     while kept and tail + sizes[kept - 1] <= last_bytes:
         kept -= 1
         tail += sizes[kept]
@@ -201,7 +204,8 @@ class Bucket:
     def finish(self) -> None:
         """Waits, and puts the gradients into place."""
         wait_for(self._sent.future)
-        flat, size = self._sent.received(), sum(gradient.numel() for gradient in self._gradients)
+        flat = self._sent.received()
+        size = sum(gradient.numel() for gradient in self._gradients)
         used = flat[size:].tolist() or [1] * len(self.parameters)
         copy_back(flat[:size], self._gradients)
         for parameter, gradient, count in zip(self.parameters, self._gradients, used, strict=True):

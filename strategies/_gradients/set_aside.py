@@ -1,22 +1,22 @@
 """Several batches, one update: gradients are summed outside ``.grad`` until the batch that completes it.
 
 [Note: Where the sum is kept]
-A batch adds to the sum what ``.grad`` would hold at ``step()`` in a loop that updates each time. It is set aside at the
-end of its backward pass, because code between ``backward()`` and ``step()`` (clipping, above all) would change an
-incomplete sum. ``zero_grad()`` before ``step()`` drops it, as it would drop ``.grad``, and never drops what earlier
-batches have added. When the backward pass that completes the window begins, the sums are put into ``.grad``: that pass
-exchanges the whole merged gradient, and clipping then sees it. The sums are kept until the update, in case gradients
-are cleared and another pass follows.
+A batch adds to the sum the gradients that ``.grad`` would hold at ``step()`` in a loop that updates each time. They are
+set aside at the end of its backward pass, because code between ``backward()`` and ``step()`` (clipping, above all)
+would change an incomplete sum. ``zero_grad()`` before ``step()`` drops them, as it would drop ``.grad``, and never
+drops those of earlier batches. When the backward pass that completes the window begins, the sums are put into
+``.grad``: that pass exchanges the whole merged gradient, and clipping then sees it. The sums are kept until the update,
+in case gradients are cleared and another pass follows.
 
-Meanwhile the smallest parameter has a gradient of zeros: code that clips finds something to clip, and a script that
-clears ``.grad`` by hand is noticed.
+Between the passes the smallest parameter has a gradient of zeros: code that clips finds something to clip, and a script
+that clears ``.grad`` by hand is noticed.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.strategies._gradients.accumulator import Accumulator
+from fleet.strategies._gradients.accumulator import Accumulator, refuse_disagreement
 from fleet.strategies._gradients.arrivals import accumulator_of
 from fleet.strategies._gradients.passes import Passes
+from fleet.strategies._shared.parts import is_part
 
 
 class SetAside(Accumulator):
     """The gradients of the batches since the last update of one optimizer; see [Note: Where the sum is kept].
 
-    An incomplete window of batches stays open across epochs, and is part of the optimizer's state: each worker's sums
-    are its own, so each worker saves its own optimizer state to resume inside a window. A state that was saved between
+    An incomplete window of batches stays open across epochs, and is part of the optimizer's state: the sums differ
+    between workers, so each worker saves its optimizer state to resume inside a window. A state that was saved between
     windows fits every worker.
 
     Args:
@@ -49,6 +50,8 @@ class SetAside(Accumulator):
         pending: the gradients of the present batch.
     """
 
+    takes_unseen = True
+
     def __init__(
         self,
         option: str,
@@ -62,6 +65,7 @@ class SetAside(Accumulator):
         super().__init__(option, everyone, per_update=per_update)
         self.sums: dict[Tensor, Tensor] = {}
         self.pending: dict[Tensor, Tensor] = {}
+        self.notes = {}
         self._average = average
         self._models = models
         self._global_rank = global_rank
@@ -74,7 +78,7 @@ class SetAside(Accumulator):
         self._leftover: set[Tensor] = set()
 
     def take(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        """Merges the gradients of ``parameters``; no other accumulator does so any longer."""
+        """Merges the gradients of ``parameters``, in place of any other accumulator."""
         super().take(parameters)
         self._watch(parameters())
 
@@ -125,6 +129,11 @@ class SetAside(Accumulator):
         """Returns whether gradients of parameters of ``model`` are merged here."""
         return any(parameter in model.parameters for parameter in self._accumulators)
 
+    def check_agreement(self) -> None:
+        """Raises ConfigError in stage 2 of sharding, where the other's shards would be set aside as whole gradients."""
+        if any(model.reducer is None and model.local_gradients is not None for model in self._models):
+            refuse_disagreement()
+
     def begin_pass(self) -> None:
         """Begins a backward pass: with the sums in ``.grad`` when it completes the window."""
         if self._running:
@@ -132,7 +141,8 @@ class SetAside(Accumulator):
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)
         self._notice_clear()
-        if self._zeros is not None:  # or what code between backward() and step() has made of it
+        # Zeros, or a gradient that code between backward() and step() has written over them.
+        if self._zeros is not None:
             self._zeros.grad = None
             self._zeros = None
         if self.is_last:
@@ -145,12 +155,8 @@ class SetAside(Accumulator):
         """Leaves the count to ``step()``."""
 
     def arrived(self, parameter: Tensor, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns what is to be added to the gradient of ``parameter``."""
+        """Returns the ``gradients`` to add to ``.grad`` of ``parameter``: with ``average`` this batch's share."""
         self.begin_pass()
-        models = [model for model in self._models if parameter in model.parameters]
-        if not any(model.running for model in models):  # one that runs exchanges what it shares with others
-            for model in models:
-                model.begin()  # the graph bypasses the output
         return tuple(g if g is None or not self._average else g / self.per_update for g in gradients)
 
     def run(self, closure: Callable[[], float]) -> float:
@@ -158,7 +164,7 @@ class SetAside(Accumulator):
         return closure()
 
     def clear(self) -> None:
-        """Drops what the present batch has added so far; called when ``.grad`` was cleared."""
+        """Drops the gradients of the present batch; called when ``.grad`` was cleared."""
         self.pending.clear()
         self._restored = self._running = False
         self._watch(self._frozen)
@@ -197,6 +203,7 @@ class SetAside(Accumulator):
         """Starts a new window, after the update."""
         super().end_update()
         self.sums = {}
+        self.notes = {}
         self._restored = False
 
     def _check_frozen(self) -> None:
@@ -208,7 +215,7 @@ class SetAside(Accumulator):
             )
 
     def _is_written(self, parameter: Tensor) -> bool:
-        # What code makes of the zeros it finds is no gradient of its own: a penalty is added to the merged ones later.
+        # A write over the zeros is no gradient: a penalty is added to the merged gradients later.
         return parameter in self._accumulators and parameter is not self._zeros
 
     def _restore(self) -> None:
@@ -221,15 +228,19 @@ class SetAside(Accumulator):
 
     @torch.no_grad()
     def _set_aside(self, exchanged: bool = False) -> None:
-        """Ends a backward pass: what it added is set aside, unless it completes the window."""
-        if not exchanged:  # another window may be completed, and the exchange ends in a callback that was queued later
+        """Ends a backward pass: sets its gradients aside, unless it completes the window."""
+        # A second time in a later callback: the pass may complete another window, whose exchange ends in between.
+        if not exchanged:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._set_aside, exchanged=True))
             return
         self._running = False
         if self.is_last:
             return
         for parameter in self._accumulators:
-            gradient, parameter.grad = parameter.grad, None
+            if is_part(parameter.grad):
+                continue  # exchanged, in an earlier window
+            gradient = parameter.grad
+            parameter.grad = None
             if gradient is not None:
                 kept = self.pending.get(parameter)
                 # A gradient that was there before may share memory with a buffer of the exchange.
@@ -247,8 +258,15 @@ class SetAside(Accumulator):
 
     @property
     def is_out_of_step(self) -> bool:
-        """Whether the window is open: its sums are this worker's own."""
+        """Whether the window is open, so that its sums differ between workers."""
         return bool(self.steps)
+
+    def held(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the gradients of ``parameters`` that are set aside."""
+        for parameter in parameters:
+            for kept in (self.sums, self.pending):
+                if parameter in kept:
+                    yield kept[parameter]
 
     def has_new_gradients(self) -> bool:
         """Returns whether the present batch has gradients that are set aside."""
@@ -262,7 +280,10 @@ class SetAside(Accumulator):
         """Returns the open window, under the name of its option."""
         places = {p: place for place, p in enumerate(self._parameters())}
         sums = {places[p]: total.clone() for p, total in self.sums.items() if p in places}
-        window = {"batch": self.steps, "sums": sums, "k_steps": self.per_update, "rank": self._global_rank}
+        notes = dict(self.notes or {})
+        window = {
+            "batch": self.steps, "sums": sums, "notes": notes, "k_steps": self.per_update, "rank": self._global_rank,
+        }  # fmt: skip
         return {self.option: window}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -278,18 +299,21 @@ class SetAside(Accumulator):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Opens the window again that ``state`` was saved in."""
-        saved, parameters = self._window_in(state), self._parameters()
+        saved = self._window_in(state)
+        parameters = self._parameters()
         self.clear()
         self.steps = saved["batch"]
+        self.notes = dict(saved["notes"])
         self.sums = {
             parameters[place]: total.to(parameters[place].device, copy=True) for place, total in saved["sums"].items()
         }
 
     def _window_in(self, state: Mapping[str, Any]) -> Any:
-        return state.get(self.option, {"batch": 0, "sums": {}})
+        return state.get(self.option, {"batch": 0, "sums": {}, "notes": {}})
 
 
 def _arrive(window: weakref.ref[SetAside], parameter: weakref.ref[Tensor], gradients: tuple[Any, ...]) -> Any:
     """Runs before ``gradients`` are added to ``.grad``, and not for ``torch.autograd.grad``, unlike a tensor's hook."""
-    found, target = window(), parameter()
+    found = window()
+    target = parameter()
     return None if found is None or target is None else found.arrived(target, gradients)

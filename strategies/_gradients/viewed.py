@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def hook_viewed(tensor: Tensor, hook: Callable[[Any], Any]) -> Any:
-    """Calls ``hook`` in backward before the node that made what ``tensor`` is a view of; see [Note: Views].
+    """Calls ``hook`` in backward before the node of the tensor that ``tensor`` is a view of; see [Note: Views].
 
     Returns:
         The node; ``None`` for a tensor that is no view, and for a view of one without a history.

@@ -1,1 +1,1 @@
-"""What more than one strategy runs on: state by parts, meshes, update rules."""
+"""Shared means of several strategies: state by parts, meshes, update rules."""

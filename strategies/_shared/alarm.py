@@ -2,7 +2,7 @@
 
 A thread of every worker looks into the job's store twice a second. A worker that rings leaves its message there; the
 others print it and take it at their next :meth:`Alarm.taken`; a worker that has not done so ``GRACE_S`` seconds later
-waits for the one that rang, and ends with exit code 1.
+is blocked in an operation with the ringing worker, and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from fleet.common.own_thread import OwnThread
+
 GRACE_S = 5.0
 _PERIOD_S = 0.5
 _HEARD_WITHIN_S = 3.0
@@ -24,19 +26,22 @@ class Alarm:
     """The alarm of one worker."""
 
     def __init__(self, global_rank: int, world_size: int) -> None:
-        """Starts listening; every worker makes one, and those made one after the other are different alarms."""
-        # A connection of its own: the main thread may block on the store's usual one.
+        """Starts listening; every worker makes one, and later alarms are separate ones."""
+        # A separate connection: the main thread may block on the store's usual one.
         store = _get_default_store().clone()  # type: ignore[attr-defined]
         number = store.add(f"fleet/alarms/{global_rank}", 1)
         self._store = dist.PrefixStore(f"fleet/alarm/{number}", store)
-        self._rank, self._others = global_rank, world_size - 1
-        self._stopped, self._taken = threading.Event(), threading.Event()
+        self._rank = global_rank
+        self._others = world_size - 1
+        self._stopped = threading.Event()
+        self._taken = threading.Event()
         self._message: str | None = None
-        self._thread = threading.Thread(target=self._listen, name="fleet-alarm", daemon=True)
+        self._thread = OwnThread(self._listen, name="fleet-alarm")
         self._thread.start()
 
     def ring(self, message: str) -> None:
         """Tells the other workers, and waits at most three seconds until they have heard it."""
+        # The own thread stops first, or it would hear this message.
         self._stopped.set()
         self._thread.join()
         deadline = time.monotonic() + _HEARD_WITHIN_S
@@ -48,7 +53,8 @@ class Alarm:
             return  # the store's server is gone, and with it the job
 
     def taken(self) -> str | None:
-        """Returns what another worker rang for, ``None`` when none did; this worker now ends on its own."""
+        """Returns the message of a worker that rang, or ``None``; with a message this worker ends by itself."""
+        self._thread.check()
         if self._message is not None:
             self._taken.set()
         return self._message

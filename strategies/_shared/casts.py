@@ -16,7 +16,7 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)  # as autocast, which lea
 
 
 def narrow_type(config: Any, device_type: str) -> torch.dtype:
-    """Returns the 16-bit type: the one asked for, otherwise float16 on a GPU and bfloat16 on the CPU."""
+    """Returns the 16-bit type that ``config`` asks for; by default float16 on a GPU and bfloat16 on the CPU."""
     if config.use_pure_fp16 or config.dtype == "float16":
         return torch.float16
     if config.use_pure_bf16 or config.dtype == "bfloat16":
@@ -30,7 +30,7 @@ def scales_gradients(options: Values, device_type: str) -> bool:
 
 
 def cast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
-    """Returns ``tensor`` in ``dtype``; None, and what autocast leaves alone, as it is."""
+    """Returns ``tensor`` in ``dtype``; None, and types that autocast leaves alone, unchanged."""
     return tensor.to(dtype) if tensor is not None and tensor.dtype in _CAST else tensor
 
 
@@ -83,6 +83,3 @@ def _with(value: Any, changes: dict[Any, Any], how: str) -> Any:
         else:
             copied[key] = item
     return copied
-
-
-# ---- which module is treated how ------------------------------------------------------------------------------------

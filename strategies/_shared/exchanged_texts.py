@@ -24,6 +24,6 @@ def gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
 
 @torch.no_grad()
 def broadcast_bits(tensor: Tensor, source: int, group: Any) -> None:
-    """Makes ``tensor``, contiguous and of any type, that of the worker with the global rank ``source``, in place."""
+    """Copies ``tensor``, contiguous and of any type, from the worker with the global rank ``source``, in place."""
     if tensor.numel():
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source, group=group)

@@ -48,8 +48,9 @@ def expert_names(module: nn.Module) -> list[str]:
 
 
 def share_experts(module: nn.Module, axes: Axes) -> None:
-    """Marks the experts in ``module`` and gives the workers that hold the same ones the values of the first of them."""
+    """Marks the experts in ``module``; workers that hold the same experts get the values of the first of them."""
     held = [t for _, experts in expert_modules(module) for t in (*experts.parameters(), *experts.buffers())]
     group = axes.group("moe_sharding")
+    # Every worker of the group holds the same experts in the same order.
     for tensor in held if group is not None else ():
         dist.broadcast(tensor.detach(), group=group, group_src=0)

@@ -1,4 +1,4 @@
-"""Which values of a forward and backward pass were not finite, remembered on the device until somebody asks.
+"""Values of a forward and backward pass that were not finite, remembered on the device until somebody asks.
 
 Looking at a tensor starts one reduction on its device (the largest absolute value, which a NaN survives) and does not
 wait for it. The host waits once, when :meth:`Sightings.first` or :meth:`Sightings.any_bad` is read.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from fleet.strategies._shared.parts import local
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +60,13 @@ class Sightings:
         return True
 
     def end_forward(self) -> None:
-        """Forgets which tensors were asked about; what was seen in them stays."""
+        """Forgets which tensors were asked about; the values seen in them stay."""
         self._known.clear()
 
     @torch.no_grad()
     def add(self, tensor: Tensor, place: Place) -> None:
-        """Looks at ``tensor``; one without a floating type, or without entries, is always finite."""
-        values = local_part(tensor.detach())
+        """Looks at ``tensor``; without a floating type, or without entries, it is always finite."""
+        values = local(tensor.detach())
         if values.is_sparse:
             values = values._values()
         if values.layout != torch.strided or not (values.is_floating_point() or values.is_complex()):
@@ -109,12 +111,6 @@ class Sightings:
             yield places, torch.stack([self._largest[place] for place in places])
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns what this worker holds of a tensor that is divided among workers, any other tensor as it is."""
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 def tensors_in(value: Any) -> list[tuple[int, Tensor]]:
     """Returns the tensors in nested tuples, lists and dictionaries, each with its place among all entries."""
     return [(slot, leaf) for slot, leaf in enumerate(tree_leaves(value)) if isinstance(leaf, Tensor)]
@@ -156,7 +152,7 @@ def non_finite_weight(module: nn.Module | None) -> str | None:
         return None
     own = {**module._parameters, **module._buffers}
     for name, tensor in own.items():
-        values = None if tensor is None else local_part(tensor)
+        values = None if tensor is None else local(tensor)
         if values is not None and values.is_floating_point() and not bool(values.isfinite().all()):
             return f"{'parameter' if name in module._parameters else 'buffer'} {name!r}"
     return None

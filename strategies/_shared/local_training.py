@@ -1,4 +1,4 @@
-"""What localsgd and adaptive_localsgd have in common: local steps, and an average of the parameters from time to time.
+"""Local steps, and an average of the parameters from time to time: the base of localsgd and adaptive_localsgd.
 
 Paddle averages the change since the last average and adds it to a snapshot taken then. The mean of the parameters is
 the same number without the snapshot's memory.
@@ -47,14 +47,8 @@ def problem_of_sequences(option: str, options: Values) -> str | None:
     return None
 
 
-def start_from_rank_0(model: nn.Module, job: Job) -> None:
-    """Makes parameters and buffers of ``model`` equal rank 0's."""
-    if job.process_group is not None:
-        broadcast_from_rank_0([*model.parameters(), *model.buffers()], job.process_group)
-
-
 class TrainsLocally(Strategy):
-    """What both strategies do in the same way."""
+    """The base of both strategies."""
 
     stage = Stage.STEP
     steps_together = True
@@ -87,7 +81,8 @@ class TrainsLocally(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, which starts from rank 0's parameters and buffers."""
-        start_from_rank_0(model, self.job)
+        if self.job.process_group is not None:
+            broadcast_from_rank_0([*model.parameters(), *model.buffers()], self.job.process_group)
         return model
 
     def note_parameters(self, model: nn.Module, added: Mapping[str, nn.Parameter]) -> None:
@@ -114,7 +109,9 @@ class LocalOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: Optimizer, option: str, job: Job, begin_step: int, k_steps: int) -> None:
         super().__init__(optimizer)
-        self._option, self._job, self._begin_step = option, job, begin_step
+        self._option = option
+        self._job = job
+        self._begin_step = begin_step
         self.k_steps = k_steps
         self.steps = self.averaged_at = 0
 
@@ -139,7 +136,7 @@ class LocalOptimizer(OptimizerWrapper):
         return self.steps != self.averaged_at or super().is_out_of_step
 
     def saving_note(self) -> str | None:
-        """Returns what a user who saves now should know: between averages each worker has its own parameters."""
+        """Returns a note for a user who saves between averages, when each worker has other parameters."""
         if self.steps == self.averaged_at or self._job.process_group is None:
             return super().saving_note()
         return (
@@ -158,12 +155,13 @@ class LocalOptimizer(OptimizerWrapper):
         self.resume(state_dict.get(self._option, {"steps": 0, "averaged_at": 0}))
 
     def progress(self) -> dict[str, Any]:
-        """Returns what :meth:`resume` needs."""
+        """Returns the entries for :meth:`resume`."""
         return {"steps": self.steps, "averaged_at": self.averaged_at}
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Continues where ``progress`` was taken."""
-        self.steps, self.averaged_at = int(progress["steps"]), int(progress["averaged_at"])
+        """Continues from ``progress``."""
+        self.steps = int(progress["steps"])
+        self.averaged_at = int(progress["averaged_at"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_job": None}

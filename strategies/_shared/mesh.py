@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def plan_axes(options: Any, world_size: int) -> dict[str, int]:
     """Returns the degree of every axis, outermost first, of options that a plan was made from.
 
     ``sharding_configs`` decides when 'sharding' is on, ``hybrid_configs`` otherwise and where the first names no
-    sharding_degree; the order is that of ``hybrid_configs['order']`` or ``hybrid_parallel_order``.
+    sharding_degree; ``hybrid_configs['order']`` or ``hybrid_parallel_order`` gives the order.
     """
     hybrid = options["hybrid_configs"]
     order = [axis for axis in hybrid.order or options["hybrid_parallel_order"] if axis in AXES]
@@ -41,7 +42,7 @@ def plan_axis_groups(degrees: Mapping[str, int], axis: str) -> list[list[int]]:
         >>> plan_axis_groups({"dp": 2, "sharding": 2}, "dp")
         [[0, 2], [1, 3]]
     """
-    ranks = torch.arange(_product(degrees)).view(list(degrees.values()))
+    ranks = torch.arange(prod(degrees.values())).view(list(degrees.values()))
     groups: list[list[int]] = ranks.movedim(list(degrees).index(axis), -1).reshape(-1, degrees[axis]).tolist()
     return groups
 
@@ -57,7 +58,7 @@ def make_mesh(axes: Axes, process_group: dist.ProcessGroup, device_type: str) ->
     if len(real) == 1:
         return DeviceMesh.from_group(process_group, device_type, mesh_dim_names=tuple(real))
     groups: list[Any] = [axes.group(axis) for axis in real]
-    ranks = torch.arange(_product(real), dtype=torch.int).view(list(real.values()))
+    ranks = torch.arange(prod(real.values()), dtype=torch.int).view(list(real.values()))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(real))
 
 
@@ -82,15 +83,10 @@ def copies_mesh(mesh: DeviceMesh, axes: Axes) -> DeviceMesh:
     real = tuple(axis for axis in others if axes.size(axis) > 1)
     if len(real) < 2:
         return sub_mesh(mesh, (*real, "sharding"))
-    degree, peers = axes.size("sharding"), axes.ranks(*others, "sharding")
+    # A mesh has a group for each dim: several axes of copies become one dim, with the group made for them at the start.
+    degree = axes.size("sharding")
+    peers = axes.ranks(*others, "sharding")
     columns = [[rank for rank in peers if axes.coordinate(rank)["sharding"] == at] for at in range(degree)]
     ranks = torch.tensor(columns, dtype=torch.int).T.contiguous()
     groups: list[Any] = [axes.group(*others), axes.group("sharding")]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("copies", "sharding"))
-
-
-def _product(degrees: Mapping[str, int]) -> int:
-    total = 1
-    for degree in degrees.values():
-        total *= degree
-    return total

@@ -43,7 +43,7 @@ class MuonRule(Optimizer):
         groups: parameter groups with every key of ``muon`` or of ``adamw`` that is not to be the default.
         muon: the defaults of groups with ``use_muon``.
         adamw: the defaults of the others.
-        dtype: what the iteration computes in.
+        dtype: the type in which the iteration computes.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class MuonRule(Optimizer):
         return loss
 
     def _orthogonal(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        momentum, updates = group["momentum"], []
+        momentum = group["momentum"]
+        updates = []
         for parameter in parameters:
-            gradient, state = _gradient(parameter), self.state[parameter]
+            gradient = _gradient(parameter)
+            state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             velocity = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -91,7 +93,8 @@ class MuonRule(Optimizer):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
         adamw(
@@ -119,6 +122,7 @@ def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
         tensor([1.1100, 1.1100])
     """
     a, b, c = COEFFICIENTS
+    # Of a wide matrix the Gram matrix has the size of the shorter side.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix).to(dtype)
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
@@ -130,7 +134,8 @@ def orthogonal(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 def gathered(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Returns the whole of each of ``updates``, whose parts lie as ``parameters`` do; a collective call."""
-    mesh, made = of_mesh(), dict(enumerate(updates))
+    mesh = of_mesh()
+    made = dict(enumerate(updates))
     by_axis: dict[str, list[int]] = {}
     for place, parameter in enumerate(parameters):
         layout = layout_of(parameter)

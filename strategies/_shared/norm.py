@@ -4,7 +4,7 @@
 A norm over the mesh is one all-reduce of one number. Each worker adds up the squares of the gradients that it holds,
 each divided by the number of workers, among those that take part, that hold the same values. An undivided parameter of
 a layer is held by every worker along ``mp``; a divided one by one of them; a weight tied over pipeline stages by each
-of its stages. What a single process computes is the reference.
+of its stages. The norm in a single process is the reference.
 
 A worker that has no gradient takes part: its frozen stage would leave the others waiting.
 
@@ -35,7 +35,7 @@ from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES, MODEL_AXES, Axes
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies._shared.parameter_layout import layout_of
-from fleet.strategies._shared.parts import has_parts, is_part, local, sums_over_parts
+from fleet.strategies._shared.parts import has_parts, is_part, local, rows_of, sums_over_parts
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -45,7 +45,7 @@ _WITH_OWNERS = ("pp", "sharding", "sep", "cp", "mp")  # a process group that eve
 
 
 def copies(parameter: Tensor, axes: Axes, over: Sequence[str] = MODEL_AXES, *, owned: bool = False) -> int:
-    """Returns what to divide the square of ``parameter`` by, so that a sum over the axes ``over`` counts it once.
+    """Returns the divisor of the square of ``parameter`` with which a sum over the axes ``over`` counts it once.
 
     Args:
         parameter: whole, divided (it has a layout), a DTensor, or tied over stages (``fleet_tied``).
@@ -77,16 +77,22 @@ def total_norm(
     """Returns the norm of the gradients of ``parameters`` over the mesh; every worker of a model copy must call it.
 
     Args:
-        parameters: this worker's; those without a gradient count as 0.
+        parameters: this worker's parameters; those without a gradient count as 0.
         axes: the mesh.
         norm_type: 2, another order above 0, or infinity.
         over: the axes whose workers take part; by default those that hold one copy together.
     """
     held = list(parameters)
-    owners = [p for p in held if p.grad is not None]
-    gradients = [p.grad for p in owners if p.grad is not None]
+    owners = [_owner_of(p) for p in held if p.grad is not None]
+    gradients = [p.grad for p in held if p.grad is not None]
     device = held[0].device if held else torch.device("cpu")
-    return _reduced(gradients, owners, axes, device, norm_type, over or _axes_of(held, axes))
+    return _reduced(gradients, owners, axes, device, norm_type, over or _axes_of([*owners, *held], axes))
+
+
+def _owner_of(parameter: Tensor) -> Tensor:
+    """Returns the tensor in whose layout the gradient of ``parameter`` is: in stage 2 the rows of this worker."""
+    owner: Tensor = rows_of(parameter) if is_part(parameter.grad) else parameter
+    return owner
 
 
 @torch.no_grad()
@@ -135,6 +141,7 @@ class MeshNorm:
 
     def owners(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the parameter that each of ``tensors`` is, or is the gradient of; ``None`` for a stranger."""
+        # By memory, not by identity: scripts pass p.grad.detach(), and clipping may get gradients or parameters.
         known: dict[Any, Tensor] = {}
         seen: set[int] = set()
         for parameters in (self._job.parameters(), *self._job.parameter_sets()):
@@ -144,7 +151,7 @@ class MeshNorm:
                 seen.add(id(parameter))
                 known[_memory(parameter)] = parameter
                 if parameter.grad is not None:
-                    known[_memory(parameter.grad)] = parameter
+                    known[_memory(parameter.grad)] = _owner_of(parameter)
         return [known.get(_memory(tensor)) for tensor in tensors]
 
     def total(self, tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor | None:
@@ -172,7 +179,7 @@ class MeshNorm:
         return norms(list(tensors), [t if owner is None else owner for t, owner in zip(tensors, owners, strict=True)])
 
     def agreed(self, optimizer: Any, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Returns what a GradScaler has ``found`` in the gradients of ``optimizer`` on any worker of the job."""
+        """Returns whether a GradScaler has ``found`` an inf in gradients of ``optimizer`` on any worker of the job."""
         job = self._job
         known = {id(p) for parameters in job.parameter_sets() for p in parameters}
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -186,7 +193,8 @@ class MeshNorm:
     @contextmanager
     def only_owned(self) -> Iterator[None]:
         """While it is open, a gradient is on the one worker along ``sharding`` that owns its parameter."""
-        before, self._owned = self._owned, True
+        before = self._owned
+        self._owned = True
         try:
             yield
         finally:
@@ -259,7 +267,7 @@ def remove(norms_of_session: MeshNorm | None = None) -> None:
 
 
 def _decorated(function: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """Returns the cell in which torch's decorator keeps what it decorates, and that."""
+    """Returns the cell in which torch's decorator keeps the decorated function, and that function."""
     plain: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
     for cell in function.__closure__ or ():
         if plain is not None and cell.cell_contents is plain:
@@ -273,8 +281,8 @@ def norms(tensors: list[Tensor], owners: Sequence[Tensor] = ()) -> Tensor:
 
     Args:
         tensors: whole tensors, or this worker's parts.
-        owners: the parameter that each tensor belongs to; where it is divided among workers, the norm is that of the
-            whole, and every worker that shares it makes the call.
+        owners: the parameter that each tensor belongs to; where it is divided among workers, the norm counts the whole,
+            and every worker that shares it makes the call.
     """
     if not tensors:
         return torch.zeros(0)
@@ -294,6 +302,7 @@ def _sums_over_layouts(values: Tensor, owners: Sequence[Tensor], axes: Axes) -> 
         layout = layout_of(owner)
         if layout is not None:
             places.setdefault(layout.axis, []).append(place)
+    # In sorted order, so that workers exchange along several axes in one order.
     for axis in sorted(places):
         group = axes.group(axis)
         if group is not None:
@@ -364,7 +373,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what two names of one tensor have in common, as ``p.grad`` and ``p.grad.detach()`` have."""
+    """Returns a key that two names of one tensor share, as ``p.grad`` and ``p.grad.detach()`` do."""
     held = local(tensor)
     if held.is_sparse or not held.numel():
         return (id(tensor),)

@@ -1,4 +1,4 @@
-"""OptimizerWrapper: an optimizer around an optimizer, for strategies that change what ``step()`` does."""
+"""OptimizerWrapper: an optimizer around an optimizer, for strategies that change ``step()``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -24,22 +25,33 @@ def _inside(name: str, meaning: str) -> Any:
 
 
 def loss_of(closure: Callable[[], float] | None) -> Any:
-    """Returns what the closure of a ``step()`` returns, which it computes with gradients; ``None`` without one."""
+    """Returns the loss of the closure of a ``step()``, computed with gradients; ``None`` without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
+def followed_by(closure: Callable[[], float], act: Callable[[], None]) -> Callable[[], float]:
+    """Returns a closure for ``step()`` that calls ``act`` after ``closure``, before the update."""
+
+    def both() -> float:
+        loss = closure()
+        act()
+        return loss
+
+    return both
+
+
 class OptimizerWrapper(Optimizer):
-    """Forwards everything to the optimizer inside; a subclass overrides what it changes.
+    """Forwards everything to the optimizer inside; a subclass overrides the calls that it changes.
 
     It is a ``torch.optim.Optimizer``, so learning-rate schedulers, gradient scalers and ``isinstance`` checks accept
-    it. Parameter groups and state are those of the optimizer inside, the same objects.
+    it. Parameter groups and state are the objects of the optimizer inside.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Optimizer.__init__ would build parameter groups and state of its own.
+        # Optimizer.__init__ would build new parameter groups and state.
         self.optimizer = optimizer
 
     param_groups: Any = _inside("param_groups", "The parameter groups of the optimizer inside.")
@@ -71,12 +83,17 @@ class OptimizerWrapper(Optimizer):
         """Returns whether an update takes the gradients of several steps."""
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.merges()
 
+    def window_notes(self) -> dict[str, Tensor] | None:
+        """Returns the numbers saved with the gradients of an open window of batches; ``None`` without a window."""
+        inner = self.optimizer
+        return inner.window_notes() if isinstance(inner, OptimizerWrapper) else None
+
     def only_counts(self) -> bool:
         """Returns whether the next ``step()`` ends a batch and updates nothing."""
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.only_counts()
 
     def saving_note(self) -> str | None:
-        """Returns what a user who saves a checkpoint at this moment should know, or ``None``."""
+        """Returns a note for a user who saves a checkpoint at this moment, or ``None``."""
         return self.optimizer.saving_note() if isinstance(self.optimizer, OptimizerWrapper) else None
 
     @property
@@ -144,7 +161,7 @@ _Wrapper = TypeVar("_Wrapper", bound=OptimizerWrapper)
 
 
 def wrapper_in(optimizer: Optimizer, kind: type[_Wrapper]) -> _Wrapper | None:
-    """Returns the outermost wrapper of the class ``kind`` around the user's optimizer; ``None`` where there is none."""
+    """Returns the outermost wrapper of the class ``kind`` around the user's optimizer, or ``None``."""
     while isinstance(optimizer, OptimizerWrapper):
         if isinstance(optimizer, kind):
             return optimizer
@@ -176,27 +193,34 @@ def shared_by_two(option: str) -> str:
 
 
 def users_step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Returns what runs before ``optimizer.step()`` and may look at gradients."""
+    """Returns the hooks that run before ``optimizer.step()`` and may look at gradients."""
     return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
 
 
 @contextmanager
 def step_hooks_around(optimizer: Optimizer) -> Iterator[None]:
-    """Runs the step hooks of the user's optimizer around what happens inside, where its own ``step()`` runs none."""
+    """Runs the step hooks of the user's optimizer around the context; its own ``step()`` inside runs none."""
     optimizer = innermost(optimizer)
-    kinds: tuple[Any, Any] = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in list(kinds[0].values()):
+    for hook in users_step_hooks(optimizer):
         hook(optimizer, (), {})
-    taken = [dict(hooks) for hooks in kinds]
+    with without_step_hooks(optimizer):
+        yield
+    for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, (), {})
+
+
+@contextmanager
+def without_step_hooks(optimizer: Any) -> Iterator[None]:
+    """Takes the step hooks off ``optimizer`` inside the context, so that its ``step()`` does not run them again."""
+    kinds = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    kept = [dict(hooks) for hooks in kinds]
     for hooks in kinds:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, own in zip(kinds, taken, strict=True):
+        for hooks, own in zip(kinds, kept, strict=True):
             hooks.update(own)
-    for hook in list(kinds[1].values()):
-        hook(optimizer, (), {})
 
 
 def _forward_hooks() -> None:

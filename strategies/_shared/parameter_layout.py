@@ -1,8 +1,8 @@
-"""Layout: which part of a whole parameter a worker holds, as a plain tensor, where a layer is divided over workers.
+"""Layout: the part of a whole parameter that a worker holds, as a plain tensor, where a layer is divided over workers.
 
 A divided parameter is a plain ``nn.Parameter`` of the part's shape. Its layout stands beside it twice: on the
-parameter, for what looks at parameters (norms), and on the module that owns it, for what goes by names (states) and
-after a deep copy, which drops attributes of parameters.
+parameter, for code that looks at parameters (norms), and on the module that owns it, for code that goes by names
+(states) and after a deep copy, which drops attributes of parameters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layout:
         return torch.cat(self.places(whole, self.index if index is None else index), self.dim)
 
     def places(self, whole: Tensor, index: int) -> list[Tensor]:
-        """Returns where part ``index`` lies in ``whole``: views of it, in the order in which a part holds them."""
+        """Returns the views of ``whole`` that part ``index`` consists of, in the order of the part."""
         sections = whole.split(self.sections or (whole.shape[self.dim],), self.dim)
         return [section.chunk(self.parts, self.dim)[index] for section in sections]
 
@@ -95,7 +95,7 @@ def layouts_in(module: nn.Module) -> dict[str, Layout]:
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
-    """Returns the layouts in ``module`` of what is divided among more than one worker, by name."""
+    """Returns the layouts of parameters in ``module`` that are divided among more than one worker, by name."""
     return {name: layout for name, layout in layouts_in(module).items() if layout.parts > 1}
 
 

@@ -1,4 +1,4 @@
-"""Whole states and parts of them: what state_dict and load_state_dict do with tensors that workers share by parts.
+"""Whole states and parts of them: state_dict and load_state_dict of tensors that workers share by parts.
 
 A part is a DTensor of torch. Three forms of a state exist: with DTensors, as ``state_dict()`` returns it; whole, made
 of plain tensors, which a plain model or optimizer loads; and local, made of this worker's parts as plain tensors
@@ -27,13 +27,14 @@ PART = "fleet_part"  # the entry of a local state that says which part it is
 
 
 def is_part(value: object) -> TypeGuard[DTensor]:
-    """Returns whether ``value`` is a DTensor; without torch's module, which is slow to import, there is none."""
+    """Returns whether ``value`` is a DTensor; without importing torch's module, which is slow, none can exist."""
+    # A job without DTensors must not pay for the import.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def mark_gathered(parameter: nn.Parameter, part: nn.Parameter) -> None:
-    """Marks ``parameter`` as what ``part`` was gathered into."""
+    """Marks ``parameter`` as gathered from ``part``."""
     parameter.__dict__["fleet_part"] = part
 
 
@@ -41,6 +42,27 @@ def part_of(parameter: nn.Parameter) -> nn.Parameter:
     """Returns the part that ``parameter`` was gathered from, or ``parameter``."""
     part: nn.Parameter = parameter.__dict__.get("fleet_part", parameter)
     return part
+
+
+class _Rows:
+    """Holds the rows of a parameter; copies and pickles of it hold nothing."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def mark_rows(parameter: nn.Parameter, rows: Any) -> None:
+    """Marks the DTensor ``rows`` as this worker's rows of the whole ``parameter``; ``None`` removes the mark."""
+    parameter.__dict__["fleet_rows"] = None if rows is None else _Rows(rows)
+
+
+def rows_of(parameter: Any) -> Any:
+    """Returns the rows of a whole parameter that this worker updates in stage 2, a DTensor, or ``parameter``."""
+    found = getattr(parameter, "__dict__", {}).get("fleet_rows")
+    return parameter if found is None else found.rows
 
 
 def shards_in(tensors: Iterable[Any]) -> Any:
@@ -80,7 +102,7 @@ def whole_state(state: Any, keep: bool = True) -> Any:
 
     Args:
         state: dictionaries and lists with tensors; the same structure on every worker.
-        keep: False lets this worker take part and forget what it received.
+        keep: False lets this worker take part and keep nothing.
     """
 
     def gather(tensor: Tensor) -> Tensor | None:
@@ -104,7 +126,8 @@ def place_of(tensor: DTensor) -> dict[str, int]:
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
             size = tensor.device_mesh.size(dim)
-            rank, degree = rank * size + coordinate[dim], degree * size
+            rank = rank * size + coordinate[dim]
+            degree *= size
     return {"rank": rank, "degree": degree}
 
 

@@ -112,5 +112,5 @@ def _global_states() -> StreamState:
     return states
 
 
-# The one of this process: layers draw from it, and checkpoints and recompute keep it.
+# The tracker of this process: layers draw from it, and checkpoints and recompute keep it.
 TRACKER = RNGStatesTracker()

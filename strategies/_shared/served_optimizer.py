@@ -12,18 +12,23 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fleet.errors import CheckpointError, NotInitializedError, UnsupportedOptionError
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, users_step_hooks
+from fleet.strategies._shared.optimizer_wrapper import (
+    OptimizerWrapper,
+    loss_of,
+    users_step_hooks,
+    without_step_hooks,
+)
 
 if TYPE_CHECKING:
     from fleet.ps.worker.trainer import Trainer
 
 __all__ = ["SERVERS", "ServedOptimizer", "check_hooks"]
 
-_MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # what changes SGD's numbers
+_MORE = itemgetter("momentum", "weight_decay", "maximize", "fused", "differentiable")  # they change SGD's numbers
 _ZERO_GRAD = Optimizer.zero_grad
-_OWN_CHECKS = "fleet.checks.raw_steps"  # which look at steps outside of a session's own
-_KNOWN_STEP: list[Any] = [None]  # of torch.optim.SGD, that was looked at
-SERVERS = "parameter_servers"  # the entry of a state that says how far this worker's pushes have come
+_OWN_CHECKS = "fleet.checks.raw_steps"  # its hook, which looks at steps past the session, changes nothing
+_KNOWN_STEP: list[Any] = [None]  # the step() of torch.optim.SGD that was checked last
+SERVERS = "parameter_servers"  # the entry of a state with the progress of this worker's pushes
 
 
 class ServedOptimizer(OptimizerWrapper):
@@ -41,12 +46,13 @@ class ServedOptimizer(OptimizerWrapper):
 
     def connect(self, trainer: Trainer) -> None:
         """Makes steps go to ``trainer``, which is not open yet."""
+        # A state may be loaded before the servers are connected.
         if self._loaded is not None:
             trainer.load_state_dict(self._loaded)
         self.trainer = trainer
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Pushes the gradients of this step and takes the parameters from the servers, as the mode says.
+        """Pushes the gradients of this step and pulls the parameters from the servers, as the mode says.
 
         Raises:
             NotInitializedError: before ``fleet.init_worker`` or after ``fleet.stop_worker``.
@@ -75,7 +81,7 @@ class ServedOptimizer(OptimizerWrapper):
 
     @property
     def grad_scale(self) -> Any:
-        """What a GradScaler has said before it steps; it never gets so far beside rows."""
+        """The scale that a GradScaler sets before it steps; beside rows it is refused."""
         raise AttributeError("grad_scale")
 
     @grad_scale.setter
@@ -104,18 +110,8 @@ class ServedOptimizer(OptimizerWrapper):
                     if trained:
                         torch._foreach_add_(trained, [p.grad for p in trained], alpha=-group["lr"])
             return
-        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if not any(own):
+        with without_step_hooks(optimizer):  # they run in step(), around the whole
             optimizer.step()
-            return
-        kept = [dict(hooks) for hooks in own]
-        for hooks in own:
-            hooks.clear()  # they run in step(), around the whole
-        try:
-            optimizer.step()
-        finally:
-            for hooks, found in zip(own, kept, strict=True):
-                hooks.update(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of parameters and rows."""
@@ -140,7 +136,7 @@ class ServedOptimizer(OptimizerWrapper):
         return self.trainer is not None and self.trainer.has_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the groups, and how far this worker has come: after a restart no step is applied twice.
+        """Returns the groups and the progress of this worker: after a restart no step is applied twice.
 
         The state of the rule (moments and the like) is on the servers; ``fleet.save_persistables`` saves it.
         """
@@ -151,7 +147,7 @@ class ServedOptimizer(OptimizerWrapper):
         """Loads a state that :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: it has moments of parameters, which are on the servers, or is not one of this package.
+            CheckpointError: it has moments of parameters, which are on the servers, or comes from elsewhere.
         """
         own = state_dict.get(SERVERS)
         if own is not None and not isinstance(own, dict):
@@ -195,7 +191,7 @@ def check_hooks(optimizer: Optimizer, trains_rows: bool) -> None:
 
 
 def _is_plain_sgd(optimizer: Any) -> bool:
-    """Returns whether a step adds ``-lr * grad`` to each parameter and nothing runs around it but hooks of its own."""
+    """Returns whether a step adds ``-lr * grad`` to each parameter, and only the optimizer's hooks run around it."""
     global_hooks = (
         *torch_optimizer._global_optimizer_pre_hooks.values(),
         *torch_optimizer._global_optimizer_post_hooks.values(),
@@ -213,7 +209,8 @@ def _is_plain_sgd(optimizer: Any) -> bool:
 def _is_torchs(step: Any) -> bool:
     """Returns whether ``step`` of SGD is torch's own, which torch wraps when the first optimizer is made."""
     if _KNOWN_STEP[-1] is not step:
-        inner, files = step, (inspect.getfile(torch.optim.SGD), torch_optimizer.__file__)
+        inner = step
+        files = (inspect.getfile(torch.optim.SGD), torch_optimizer.__file__)
         while inner is not None:
             if getattr(getattr(inner, "__code__", None), "co_filename", None) not in files:
                 return False

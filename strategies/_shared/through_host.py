@@ -36,13 +36,15 @@ def begin_receiving(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, 
 
 
 class _Arriving:
-    """What is received on the host, on its way to where it belongs."""
+    """A tensor that is received on the host and then copied to its device."""
 
     def __init__(self, work: Any, copy: Tensor, into: Tensor) -> None:
-        self._work, self._copy, self._into = work, copy, into
+        self._work = work
+        self._copy = copy
+        self._into = into
 
     def wait(self) -> None:
-        """Returns when it is there."""
+        """Returns when the tensor is on its device."""
         wait_for(self._work)
         self._into.copy_(self._copy)
 

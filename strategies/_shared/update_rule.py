@@ -1,4 +1,4 @@
-"""What lars and lamb have in common: a wrapper that replaces the update rule of the optimizer inside.
+"""RuleWrapper: replaces the update rule of the optimizer inside; the base of lars and lamb.
 
 The wrapper works on the parameter groups of the user's optimizer, so a learning-rate scheduler made before or after
 wrapping drives it, and it keeps its state where the optimizer keeps its own, so ``state_dict`` holds it.
@@ -7,7 +7,7 @@ wrapping drives it, and it keeps its state where the optimizer keeps its own, so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, step_hooks_around
+from fleet.strategies._shared.parts import part_of
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -32,14 +33,16 @@ class RuleWrapper(OptimizerWrapper):
 
     def __init__(self, optimizer: Optimizer, option: str, job: Job, is_excluded: Callable[[str], bool] | None) -> None:
         super().__init__(optimizer)
-        self._option, self._job, self._is_excluded = option, job, is_excluded
+        self._option = option
+        self._job = job
+        self._is_excluded = is_excluded
         self._excluded: dict[Tensor, bool] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates every parameter that has a gradient; returns the closure's loss."""
         loss = loss_of(closure)
-        # The rule inside is not run, but what was to come before and after it is: clipping, above all.
+        # The rule inside does not run, but its hooks do: clipping, above all.
         with step_hooks_around(self.optimizer):
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if p.grad is not None]
@@ -54,7 +57,7 @@ class RuleWrapper(OptimizerWrapper):
         """Updates ``parameters`` in place with ``gradients``; ``group`` holds the hyper-parameters.
 
         With sharding both are parts: work on :func:`~fleet.strategies._shared.parts.local` of them, and take norms by
-        :func:`~fleet.strategies._shared.norm.norms`, which are those of the whole, over mp too.
+        :func:`~fleet.strategies._shared.norm.norms`, which count the whole, over mp too.
         """
         raise NotImplementedError
 
@@ -65,6 +68,7 @@ class RuleWrapper(OptimizerWrapper):
         """
         if self._is_excluded is None:
             return [decay] * len(parameters)
+        parameters = [part_of(cast(Any, p)) for p in parameters]
         if any(p not in self._excluded for p in parameters):
             names = self._job.parameter_names()
             missing = [tuple(p.shape) for p in parameters if p not in names]

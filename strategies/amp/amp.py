@@ -131,17 +131,17 @@ class Amp(Strategy):
 
     @classmethod
     def problem(cls, options: Values, world_size: int) -> str | None:
-        """Returns the reason when parameters would be divided that are not all of one type."""
+        """Returns the reason when sharding would divide parameters of different types."""
         config: AmpConfig = options["amp_configs"]
         hybrid = options["hybrid_configs"]
-        divides = options["sharding_configs"].stage > 1 or hybrid.sharding_configs.split_param
+        divides = options["sharding_configs"].stage == 3
         sharded = world_size > 1 and (options["sharding"] or hybrid.sharding_degree > 1)
         if not (sharded and divides and config.is_pure and config.use_optimizer_fp16):
             return None
         return (
             "amp_configs['use_optimizer_fp16'] keeps norm layers in float32 and others in 16 bit, and sharding "
-            "in stage 2 and 3 divides parameters of one type only. Set use_optimizer_fp16 to False, or "
-            "sharding_configs['stage'] to 1."
+            "in stage 3 divides parameters of one type only. Set use_optimizer_fp16 to False, or "
+            "sharding_configs['stage'] to 1 or 2."
         )
 
     @classmethod
@@ -172,7 +172,7 @@ class Amp(Strategy):
                 )
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises ConfigError when a list names nothing in ``model``, or what it asks for cannot be done there."""
+        """Raises ConfigError when a list names nothing in ``model``, or asks for a type that a module cannot have."""
         if self.job.axes.size("pp") > 1:
             check_stages(model, self.config, self.job)
         treatments = plan_treatments(model, self.config, self.dtype, pure=self.config.is_pure)
@@ -200,11 +200,13 @@ class Amp(Strategy):
         """Returns ``model`` under autocast."""
         root, (treatments, guarded) = self._plans.popitem()
         if all(module is not root for module in model.modules()):
-            root = user_module(model)  # another strategy has put a module of its own in the place of the user's
-        self._treat(root, treatments)  # the same for its parts
+            root = user_module(model)  # another strategy has replaced the user's module
+        self._treat(root, treatments)  # replaced submodules have no treatment yet
         own = treatments.get("")
+        # Sharding gathers the module's own parameters in a hook of the module, so the treatment that converts them
+        # must run inside it.
         if own is not None and any(is_part(p) for p in root._parameters.values()):
-            self._treated(root, own)  # from inside: the parameters that it converts are gathered when the module runs
+            self._treated(root, own)
             own = None
         if self._signal is not None:
             self._signal.watch(root.parameters())
@@ -262,7 +264,7 @@ class Amp(Strategy):
 
 
 def user_module(chain: nn.Module) -> nn.Module:
-    """Returns the module at the bottom of ``chain``: inside data parallel and the compiler's module."""
+    """Returns the innermost module of ``chain``: inside data parallel and the compiler's module."""
     while True:
         inner = chain._modules.get("_orig_mod") or chain.__dict__.get("_orig_mod")
         if inner is None and isinstance(chain, DistributedDataParallel):

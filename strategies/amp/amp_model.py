@@ -1,6 +1,6 @@
 """AmpModel: the wrapped model under autocast, its treated modules, and the border of types and of the backward signal.
 
-Which module is treated how is in ``policy.py``.
+``policy.py`` plans the treatment of each module.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What happens around the forward of one module; ``None`` leaves as is.
+    """The types around the forward of one module; ``None`` changes nothing.
 
     Attributes:
         autocast: whether torch.autocast is on inside.
         inputs: type of the floating inputs.
         parameters: type of the module's own parameters (not of its submodules').
-        outputs: type of the floating outputs; ``"input"`` is that of the first floating input.
+        outputs: type of the floating outputs; ``"input"`` is the type of the first floating input.
         always: also where the surrounding code computes in float32.
         resumes: also inside a module whose own operations alone compute in float32.
     """
@@ -44,13 +44,13 @@ class Treatment:
 
 @dataclass(eq=False)
 class Region:
-    """What the modules of one model share: the type, and whether the model runs right now.
+    """The state that the modules of one model share: the type, and whether the model runs right now.
 
     Attributes:
         device_type: ``"cuda"`` or ``"cpu"``.
         dtype: the 16-bit type.
         depth: 1 while a wrapped model runs.
-        guarded: whether the one that runs computes in 16 bit only inside ``fp16_guard()``.
+        guarded: whether the running model computes in 16 bit only inside ``fp16_guard()``.
         suspended: number of running modules inside which autocast was turned off.
         off: True after the session has ended; modules then compute as if never treated.
     """
@@ -94,7 +94,9 @@ class TreatedForward:
     """The forward of a module with its treatment around it; it takes the place of ``module.forward``."""
 
     def __init__(self, module: nn.Module, treatment: Treatment, region: Region) -> None:
-        self._module, self._treatment, self.region = module, treatment, region
+        self._module = module
+        self._treatment = treatment
+        self.region = region
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +120,16 @@ def run_treated(
     """Returns ``forward(*args, **kwargs)``, run as ``treatment`` says for ``module``."""
     if not region.applies(treatment):
         if not region.off:
-            args, kwargs = _widened(args), _widened(kwargs)
+            args = _widened(args)
+            kwargs = _widened(kwargs)
         return _run_outside(module, forward, args, kwargs)
     outputs = treatment.outputs
     if outputs == "input":
         outputs = next((t.dtype for t in nested_tensors((args, kwargs)) if t.is_floating_point()), None)
     if treatment.inputs is not None:
-        args, kwargs = cast_floating(args, treatment.inputs), cast_floating(kwargs, treatment.inputs)
+        args = cast_floating(args, treatment.inputs)
+        kwargs = cast_floating(kwargs, treatment.inputs)
+    # The copies take the parameters' place for this call; autograd leads their gradients to the originals.
     kept = module._parameters
     if treatment.parameters is not None:
         module._parameters = {name: cast_tensor(p, treatment.parameters) for name, p in kept.items()}
@@ -165,9 +170,9 @@ class AmpModel(nn.Module):
     nothing.
 
     Args:
-        chain: the user's module with what earlier strategies put around it.
+        chain: the user's module with the wrappers of earlier strategies.
         root: the user's module; its own treatment is applied here, around everything.
-        treatment: how ``root`` is run, if not as it is.
+        treatment: the treatment of ``root``, if it has one.
         region: the type and the state that the modules of the model share.
         scale: the loss scale.
         signal: scales and unscales; ``None`` where nothing is ever scaled.
@@ -188,7 +193,8 @@ class AmpModel(nn.Module):
         guarded: bool,
     ) -> None:
         super().__init__()
-        # The name by which torch.compile's module holds what it wraps: whoever looks through that one looks through us.
+        # The name under which torch.compile's module holds the module inside: code that looks through the compiler's
+        # wrapper looks through this one too.
         self._modules["_orig_mod"] = chain
         self.__dict__.update(
             _root=root, _treatment=treatment, _region=region, _scale=scale, _signal=signal,
@@ -197,7 +203,7 @@ class AmpModel(nn.Module):
 
     @property
     def chain(self) -> nn.Module:
-        """What this module runs."""
+        """The module inside."""
         return cast(nn.Module, self._modules["_orig_mod"])
 
     @property
@@ -213,10 +219,11 @@ class AmpModel(nn.Module):
         )  # fmt: skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the wrapped module returns, floating tensors in float32."""
+        """Returns the output of the wrapped module, floating tensors in float32."""
         region: Region = self._region
         if region.depth or region.off:
             return self.chain(*args, **kwargs)
+        # The signal enters a float16 model scaled, so an input that needs a gradient gets its share unscaled.
         had_input = False
         if self._signal is not None and self._scale.in_use:
             self._signal.before_forward()
@@ -227,15 +234,19 @@ class AmpModel(nn.Module):
                 had_input = had_input or entered is not value
                 return entered
 
-            args, kwargs = map_tensors(args, enter), map_tensors(kwargs, enter)
+            args = map_tensors(args, enter)
+            kwargs = map_tensors(kwargs, enter)
         if self._converts:
-            args, kwargs = cast_floating(args, region.dtype), cast_floating(kwargs, region.dtype)
-        region.depth, region.guarded = 1, self._guarded
+            args = cast_floating(args, region.dtype)
+            kwargs = cast_floating(kwargs, region.dtype)
+        region.depth = 1
+        region.guarded = self._guarded
         try:
             with nullcontext() if self._guarded else region.autocast():
                 result = self._run(args, kwargs)
         finally:
-            region.depth, region.guarded = 0, False
+            region.depth = 0
+            region.guarded = False
         return map_tensors(result, lambda output: leave_model(output, self._scale, had_input=had_input))
 
     def leave(self, loss: Tensor) -> Tensor:

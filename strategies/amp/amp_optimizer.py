@@ -1,12 +1,14 @@
 """AmpOptimizer: a step that has an inf or nan in its gradients is skipped, by all workers or by none.
 
 LossScale, the factor on the backward signal of a float16 model, moves with these steps. It is a number of the host: a
-step decides once, on the host, whether it happens, and nothing else waits.
+step decides once, on the host, whether it happens, and nothing else waits. With an explicit GradScaler all workers skip
+the same steps, too (``share_scaler``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +17,13 @@ from torch.optim import Optimizer
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import MODEL_AXES
+from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._shared.norm import any_nonfinite, everywhere
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
+
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -50,7 +54,7 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """What the backward signal is multiplied by at this moment."""
+        """The factor of the backward signal at this moment."""
         return self.scale if self.in_use else 1.0
 
     def give_way(self, scaler: Any = None) -> None:
@@ -68,6 +72,7 @@ class LossScale:
         A round ends when each has stepped, or when one steps again (a discriminator that steps more often). It is
         finite when all its steps were.
         """
+        # All optimizers share one scale, and one overflow seen by several of them must not shrink it several times.
         if optimizer in self._stepped:
             self._end_round()
         self._stepped[optimizer] = finite
@@ -75,7 +80,8 @@ class LossScale:
             self._end_round()
 
     def _end_round(self) -> None:
-        finite, self._stepped = all(self._stepped.values()), {}
+        finite = all(self._stepped.values())
+        self._stepped = {}
         self.update(finite=finite)
 
     def update(self, *, finite: bool) -> None:
@@ -84,38 +90,42 @@ class LossScale:
         if not self.in_use or not config.use_dynamic_loss_scaling:
             return
         if finite:
-            self.good, self.bad = self.good + 1, 0
+            self.good += 1
+            self.bad = 0
             if self.good == config.incr_every_n_steps:
                 grown = self.scale * config.incr_ratio
-                self.scale, self.good = (grown if grown <= _LARGEST else self.scale), 0
+                self.scale = grown if grown <= _LARGEST else self.scale
+                self.good = 0
         else:
-            self.good, self.bad = 0, self.bad + 1
+            self.good = 0
+            self.bad += 1
             if self.bad == config.decr_every_n_nan_or_inf:
-                self.scale, self.bad = max(1.0, self.scale * config.decr_ratio), 0
+                self.scale = max(1.0, self.scale * config.decr_ratio)
+                self.bad = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what :meth:`load_state_dict` needs to continue exactly."""
+        """Returns the entries for :meth:`load_state_dict`."""
         return {"scale": self.scale, "good": self.good, "bad": self.bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where ``state`` was taken; without scaling there is nothing to continue.
+        """Continues from ``state``; does nothing without scaling.
 
         Raises CheckpointError when an entry is missing or the scale is not a positive number.
         """
         if not self.in_use:
             return
         try:
-            scale, good, bad = float(state["scale"]), int(state["good"]), int(state["bad"])
+            scale = float(state["scale"])
+            good = int(state["good"])
+            bad = int(state["bad"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"The optimizer state holds {state!r} as the state of amp; scale, good and bad are "
                                   "numbers. Save it again with optimizer.state_dict().") from error  # fmt: skip
         if not 0 < scale <= _LARGEST:
             raise CheckpointError(f"The optimizer state holds the loss scale {scale!r}; it must be above 0 and finite.")
-        self.scale, self.good, self.bad = scale, good, bad
-
-
-if TYPE_CHECKING:
-    from fleet.job.job import Job
+        self.scale = scale
+        self.good = good
+        self.bad = bad
 
 
 class AmpOptimizer(OptimizerWrapper):
@@ -181,7 +191,8 @@ class AmpOptimizer(OptimizerWrapper):
         """Returns whether this step is to be skipped, the same answer on every worker."""
         if self._non_finite is None:
             self._look()
-        found, self._non_finite = self._non_finite, None
+        found = self._non_finite
+        self._non_finite = None
         assert found is not None
         return bool(agreed(found, self.parameters(), self._job))
 
@@ -192,6 +203,7 @@ class AmpOptimizer(OptimizerWrapper):
         if bool(self._found_inf):
             self.note_step()
             return
+        # As GradScaler does: the reciprocal in float64, for division in float32 may be imprecise on a GPU.
         if self._grad_scale is not None:
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
             inverse = torch.as_tensor(self._grad_scale).double().reciprocal().float()
@@ -265,8 +277,8 @@ class AmpOptimizer(OptimizerWrapper):
 def agreed(found: Tensor, parameters: list[Any], job: Job) -> Tensor:
     """Returns whether any worker has found an inf or nan.
 
-    Data parallel has added every worker's gradients to every other's, so an inf or nan of one is in all of them, and
-    no message is needed; where gradients differ between workers, as those of parts of a model do, all answers are
+    Data parallel has added every worker's gradients to every other's, so an inf or nan of one worker is in all of them,
+    and no message is needed; where gradients differ between workers, as those of parts of a model do, all answers are
     compared.
     """
     if job.process_group is None or not job.collective:
@@ -274,3 +286,56 @@ def agreed(found: Tensor, parameters: list[Any], job: Job) -> Tensor:
     if job.has_equal_gradients(parameters) and job.axes.size(*MODEL_AXES) == 1:
         return found
     return everywhere(found, job.process_group)
+
+
+def share_scaler(scaler: Any, job: Job, strategies: Sequence[Strategy]) -> Any:
+    """Returns ``scaler``, which now skips a step when any worker has found an inf or nan.
+
+    Between the updates of gradient_merge there is nothing to unscale; ``step`` then counts the batch and ``update``
+    leaves the scale as it is, so that all gradients of a window have one scale.
+
+    Raises ConfigError when ``scaler`` is no GradScaler, or when gradient_merge is on and amp is not.
+    """
+    if not all(callable(getattr(scaler, name, None)) for name in ("_unscale_grads_", "unscale_", "step", "update")):
+        raise ConfigError(f"fleet.distributed_scaler() takes a torch.amp.GradScaler, got {scaler!r}.")
+    merges = job.options["gradient_merge"] and job.options["gradient_merge_configs"].k_steps > 1
+    if merges and not job.options["amp"]:
+        raise ConfigError(
+            "fleet.distributed_scaler() was called with gradient_merge on and amp off: a step that the scaler skips "
+            "would not be counted, and the window would never end. Set strategy.amp = True as well; "
+            "amp then leaves the scaling to the scaler."
+        )
+    # A script may pass one scaler several times, once for each optimizer.
+    if "fleet_shared" not in scaler.__dict__:
+        _share(scaler, job)
+    for strategy in strategies:
+        strategy.use_scaler(scaler)
+    return scaler
+
+
+def _share(scaler: Any, job: Job) -> None:
+    unscale = scaler._unscale_grads_
+    update = scaler.update
+    scaler.fleet_shared = True
+    waits = False
+
+    @wraps(unscale)
+    def unscale_and_agree(optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        nonlocal waits
+        found: dict[torch.device, Tensor] = unscale(optimizer, *args, **kwargs)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        waits = isinstance(optimizer, OptimizerWrapper) and optimizer.only_counts()
+        mine = torch.zeros((), device=job.device)
+        for value in found.values():
+            mine = torch.maximum(mine, value.to(job.device))
+        return {job.device: agreed(mine, parameters, job)}
+
+    @wraps(update)
+    def update_unless_waiting(new_scale: Any = None) -> None:
+        nonlocal waits
+        # Setting the scale to itself only closes the step.
+        update(scaler._scale if waits and new_scale is None else new_scale)
+        waits = False
+
+    scaler._unscale_grads_ = unscale_and_agree
+    scaler.update = update_unless_waiting

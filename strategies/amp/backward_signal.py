@@ -8,7 +8,7 @@ outside, the loss and ``.grad`` above all, has the true size; clipping, several 
 and a model that feeds another one stay right.
 
 This holds when each path from the loss to a parameter passes the output once. Two kinds of path do not: a term of the
-loss that uses parameters directly (weight decay by hand), and one that uses an activation which left the model in
+loss that uses parameters directly (weight decay by hand), and a term that uses an activation which left the model in
 another way than as its result (``self.aux_loss``, a hook that collects features). Before each backward pass the graph
 outside the models, usually a few nodes, is walked; when a parameter is reached, the signal is multiplied on the edges
 by which such paths come into the model. A hook on an activation inside a model sees the signal as it is: scaled.
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fleet.strategies._shared.backward_calls import wrap_backward
 from fleet.strategies._shared.parts import part_of
 from fleet.strategies.amp.amp_optimizer import AmpOptimizer, LossScale
 
@@ -86,18 +86,18 @@ class Signal:
         self._optimizers = optimizers
         self._parameters: dict[Tensor, Any] = {}
         self._waiting: list[Tensor] = []
-        self._originals: list[tuple[str, Any, Any]] = []
+        self._stops: list[Callable[[], None]] = []
         self._depth = 0
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Unscales the gradients of ``parameters``; one that is frozen, from the forward after it is unfrozen."""
+        """Unscales the gradients of ``parameters``; of a frozen parameter, from the forward after it is unfrozen."""
         fresh = [p for p in parameters if p not in self._parameters]
         if fresh:
             self._waiting += fresh
             self.before_forward()
-        if not self._originals:
-            self._patch("backward", self._optimizers)
-            self._patch("grad", ())
+        if not self._stops:
+            self._wrap("backward", self._optimizers)
+            self._wrap("grad", ())
 
     def before_forward(self) -> None:
         """Adds parameters that were unfrozen since the last forward."""
@@ -117,36 +117,30 @@ class Signal:
         for handle in self._parameters.values():
             handle.remove()
         self._parameters.clear()
-        for name, original, patched in self._originals:
-            if getattr(torch.autograd, name) is patched:
-                setattr(torch.autograd, name, original)
-        self._originals.clear()
+        for stop in self._stops:
+            stop()
+        self._stops.clear()
 
-    def _patch(self, name: str, told: Sequence[AmpOptimizer]) -> None:
-        """Puts this object around ``torch.autograd.<name>``, which is looked up at each call, by torch too."""
-        original = getattr(torch.autograd, name)
+    def _wrap(self, name: str, told: Sequence[AmpOptimizer]) -> None:
+        """Puts this object around ``torch.autograd.<name>``."""
 
-        @wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            if not self._scale.in_use or not self._originals or self._depth:
-                return original(*args, **kwargs)
+        def scaled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # A backward pass inside another one (a reentrant checkpoint) continues a signal that is scaled already.
+            if not self._scale.in_use or self._depth:
+                return call(*args, **kwargs)
             first = next(iter(kwargs)) if not args else None  # both functions take the roots first
             given = args[0] if first is None else kwargs[first]
             self._depth += 1
             try:
                 with self._other_paths_scaled((given,) if isinstance(given, Tensor) else tuple(given)) as roots:
-                    if first is None:
-                        result = original(roots, *args[1:], **kwargs)
-                    else:
-                        result = original(**{**kwargs, first: roots})
+                    result = call(roots, *args[1:], **kwargs) if first is None else call(**{**kwargs, first: roots})
             finally:
                 self._depth -= 1
             for optimizer in told:
                 optimizer.note_backward()
             return result
 
-        setattr(torch.autograd, name, patched)
-        self._originals.append((name, original, patched))
+        self._stops.append(wrap_backward(scaled, name))
 
     @contextmanager
     def _other_paths_scaled(self, roots: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -173,7 +167,8 @@ class Signal:
 
     def _all_paths_pass_outputs(self, starts: list[Node]) -> bool:
         """Returns whether no parameter is reached from ``starts`` but through a model's output; the cheap case."""
-        seen, stack = set(starts), list(starts)
+        seen = set(starts)
+        stack = list(starts)
         while stack:
             node = stack.pop()
             mark = node.metadata.get(_MARK)
@@ -189,7 +184,8 @@ class Signal:
         return True
 
     def _crossings(self, starts: list[Node]) -> dict[Node, list[int]]:
-        """Returns, for nodes outside the models, the edges by which the signal would come into one unscaled."""
+        """Returns, for nodes outside the models, the edges by which the signal would come into a model unscaled."""
+        # A node may be reached both ways, from outside and through an output; the second decides that it is inside.
         outside: set[Node] = set(starts)
         inside: set[Node] = set()
         stack = [(node, False) for node in starts]

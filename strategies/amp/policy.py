@@ -1,13 +1,13 @@
-"""In which type each module computes: the lists of ``amp_configs``, pure 16 bit, and where the parameters are kept.
+"""The type in which each module computes: the lists of ``amp_configs``, pure 16 bit, and the kept parameters.
 
 [Note: Float32 parameters]
 In pure float16 or bfloat16 the parameters that the user, the optimizer, data parallel and checkpoints see stay in
 float32: they are the master weights. A module computes with 16-bit copies that exist while its forward runs (and as
 long as backward needs them); autograd turns their gradients into float32 ones. So gradients are unscaled, exchanged,
 clipped and merged in float32, a scaled float16 gradient never has to be stored unscaled in float16, where its small
-values would be lost, and parts outside ``fp16_guard()`` can use the same parameters in float32. The memory is that of
-16-bit parameters with float32 gradients and master weights. ``use_optimizer_fp16`` drops the master weights: the
-parameters themselves are 16-bit.
+values would be lost, and parts outside ``fp16_guard()`` can use the same parameters in float32. The memory holds 16-bit
+parameters, float32 gradients and master weights. ``use_optimizer_fp16`` drops the master weights: the parameters
+themselves are 16-bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def plan_treatments(model: nn.Module, config: Any, dtype: torch.dtype, *, pure: 
                 "Keep it in one of them."
             )
     found: dict[str, Treatment] = {}
-    lists: dict[str, str] = {}  # by module: the list that decides for it, its own or that of the module around it
+    lists: dict[str, str] = {}  # by module: the list that decides for it, its own or its parent's
     for name, module in model.named_modules():
         lists[name] = _list_of(name, white, black, lists)
         treatment = _treatment(module, lists[name], name in white or name in black, dtype, pure)
@@ -78,18 +79,11 @@ def _list_of(name: str, white: dict[str, str], black: dict[str, str], lists: dic
 def _resumed(treatment: Treatment) -> Treatment:
     """Returns ``treatment`` for a part of a module whose own operations compute in float32."""
     autocast = True if treatment.autocast is None else treatment.autocast
-    return Treatment(
-        autocast=autocast,
-        inputs=treatment.inputs,
-        parameters=treatment.parameters,
-        outputs=treatment.outputs,
-        always=treatment.always,
-        resumes=True,
-    )
+    return replace(treatment, autocast=autocast, resumes=True)
 
 
 def _treatment(module: nn.Module, kind: str, listed: bool, dtype: torch.dtype, pure: bool) -> Treatment | None:
-    """Returns how ``module`` is run; ``kind`` is the list it belongs to, ``listed`` whether by its own entry."""
+    """Returns the treatment of ``module``; ``kind`` is its list, ``listed`` whether it has its own entry there."""
     wide = torch.float32
     if kind == "black":
         return Treatment(autocast=False, inputs=wide, parameters=wide, always=True) if listed else None
@@ -132,7 +126,7 @@ def check_stages(model: nn.Module, config: Any, job: Job) -> None:
         )
         for entry in getattr(config, option)
     ]
-    fits = on_some_stage([fitting for _, _, fitting in asked], job)
+    fits = on_some_stage([fitting for _, _, fitting in asked], job.axes)
     for (option, entry, _), fitting in zip(asked, fits, strict=True):
         if not fitting:
             raise ConfigError(f"amp_configs['{option}'] has {entry!r}, which is on no stage of the pipeline.")
@@ -153,6 +147,7 @@ def _named(option: str, model: nn.Module, entries: tuple[str, ...]) -> dict[str,
                 f"amp_configs['{option}'] has {entry!r}, which is neither a qualified name nor a class of a module of "
                 f"{type(model).__name__}.{near or ' Classes: ' + ', '.join(sorted(classes)[:12]) + '.'}"
             )
+        # A class name fits many modules; the qualified names, which stand above it, are entered last.
         for name in classes.get(entry, ()):
             found.setdefault(name, entry)
     found.update({entry: entry for entry in entries if entry in modules})
@@ -169,6 +164,7 @@ def _owners(model: nn.Module, names: tuple[str, ...]) -> set[str]:
                 f"amp_configs['custom_black_varnames'] has {name!r}, which is no parameter of {type(model).__name__}."
                 f"{near or ' Parameters: ' + ', '.join(known[:12]) + '.'}"
             )
+    # A tied parameter has several names and owners, and all of them compute with it.
     wanted = [p for name, p in model.named_parameters(remove_duplicate=False) if name in names]
     tied = {name for name, p in model.named_parameters(remove_duplicate=False) if any(p is w for w in wanted)}
     return {name.rpartition(".")[0] for name in tied}
@@ -183,7 +179,7 @@ def has_guard(model: nn.Module) -> bool:
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
-    """Yields the code of ``function``, of what it wraps, and of the functions defined in it."""
+    """Yields the code of ``function``, unwrapped, and of the functions defined in it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     stack = [code] if code is not None else []
     while stack:

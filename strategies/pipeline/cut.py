@@ -54,11 +54,14 @@ def plan_cut_by_size(sizes: Sequence[int], parts: int) -> list[int]:
     """
     if len(sizes) < parts:
         raise ConfigError(f"The model has {len(sizes)} layers in a row for {parts} stages; each needs one.")
-    low, high = max(sizes), sum(sizes)
+    # A binary search for the smallest limit with which ``parts`` parts suffice; then parts are filled up to it.
+    low = max(sizes)
+    high = sum(sizes)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _parts_needed(sizes, middle) <= parts else (middle + 1, high)
-    cut, filled = [0], 0
+    cut = [0]
+    filled = 0
     for at, size in enumerate(sizes):
         must_end = len(sizes) - at == parts - len(cut)  # each part that is still to come needs a layer
         if at > cut[-1] and (filled + size > low or must_end) and len(cut) < parts:
@@ -72,7 +75,8 @@ def _parts_needed(sizes: Sequence[int], limit: int) -> int:
     parts, filled = 1, 0
     for size in sizes:
         if filled + size > limit:
-            parts, filled = parts + 1, 0
+            parts += 1
+            filled = 0
         filled += size
     return parts
 

@@ -46,7 +46,9 @@ class LayerDesc:
                 f"{type(self).__name__}() takes a class derived from torch.nn.Module, got {layer_func!r}. Put a ready "
                 "layer or a function into the list as it is."
             )
-        self.layer_func, self.inputs, self.kwargs = layer_func, inputs, kwargs
+        self.layer_func = layer_func
+        self.inputs = inputs
+        self.kwargs = kwargs
 
     def build_layer(self) -> nn.Module:
         """Returns a new layer."""
@@ -79,7 +81,8 @@ class SharedLayerDesc(LayerDesc):
         **kwargs: Any,
     ) -> None:
         super().__init__(layer_func, *inputs, **kwargs)
-        self.layer_name, self.forward_func = key, forward_func
+        self.layer_name = key
+        self.forward_func = forward_func
         self.shared_weight_attr = shared_weight_attr
 
     def build_layer(self) -> nn.Module:
@@ -144,14 +147,18 @@ class StagedLayers(nn.Module):
     ) -> None:
         super().__init__()
         self._layers_desc = [*layers.children()] if isinstance(layers, nn.Sequential) else list(layers)
-        self.num_stages, self.stage, self.num_chunks = num_stages, stage, num_chunks
-        self._recompute_interval, self._offload = recompute_interval, offload
+        self.num_stages = num_stages
+        self.stage = stage
+        self.num_chunks = num_chunks
+        self._recompute_interval = recompute_interval
+        self._offload = offload
         self.set_loss(loss_fn)  # not a part of the model: its name would depend on the stage
         names = [_name_of(layer, at) for at, layer in enumerate(self._layers_desc)]
         self.segment_parts = plan_cut(names, num_stages * num_chunks, seg_method)
         self.seg_method = seg_method
         self.ties = self._plan_ties()
         self.shared_layers = nn.ModuleDict()
+        # Drawn before anything is built, on every stage: the seeds of layers are this number and their place.
         base = int(torch.randint(_SEEDS, ()))
         self._entries = [self._build(chunk, base) for chunk in range(num_chunks)]
         self._mark_ties()
@@ -166,7 +173,7 @@ class StagedLayers(nn.Module):
 
     @property
     def run_function(self) -> list[Runner]:
-        """What this stage runs, in order, over all its chunks."""
+        """The functions that this stage runs, in order, over all its chunks."""
         return [runner for chunk in range(self.num_chunks) for runner, _ in self._runners(chunk)]
 
     @property
@@ -200,7 +207,7 @@ class StagedLayers(nn.Module):
         return range(self.segment_parts[part], self.segment_parts[part + 1])
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
-        """Returns the modules of ``chunk``, in order; one that is shared within the stage may occur again."""
+        """Returns the modules of ``chunk``, in order; a module that is shared within the stage may occur again."""
         return [module for _, module in self._runners(chunk) if module is not None]
 
     def tied_parameters(self, key: str) -> list[nn.Parameter]:
@@ -224,7 +231,7 @@ class StagedLayers(nn.Module):
 
     @property
     def mean_loss(self) -> MeanLoss:
-        """What watches that the loss functions are means over rows."""
+        """The watch over loss functions that should be means over rows."""
         if self._mean_loss is None:
             from fleet.strategies.pipeline.mean_loss import MeanLoss  # only where a pipeline trains
 
@@ -251,7 +258,8 @@ class StagedLayers(nn.Module):
         return value
 
     def _runners(self, chunk: int) -> list[tuple[Runner, nn.Module | None]]:
-        """Returns what runs each entry of ``chunk``, with the module that now has the entry's name."""
+        """Returns the function of each entry of ``chunk``, with the module that now has the entry's name."""
+        # By name, in each forward: strategies replace layers (qat, sync_batch_norm) after the list was built.
         found: list[tuple[Runner, nn.Module | None]] = []
         for name, function in self._entries[chunk]:
             module = None if name is None else self.get_submodule(name)
@@ -274,6 +282,7 @@ class StagedLayers(nn.Module):
         return run_segment(run, (value,), {}, modules, offloaded, name="a segment of recompute_interval")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A loss that is a module (weights of classes) is no submodule, and would stay behind on .to() and .cuda().
         for loss in self.loss_functions:
             if isinstance(loss, nn.Module):
                 loss._apply(fn, recurse)
@@ -292,12 +301,9 @@ class StagedLayers(nn.Module):
             with seeded(base + at):
                 layer = layer.build_layer()
         if isinstance(layer, nn.Module):
-            self._keep(at, layer)
+            self.add_module(str(at), layer)
             return str(at), None
         return None, layer
-
-    def _keep(self, at: int, layer: nn.Module) -> None:
-        self.add_module(str(at), layer)
 
     def _share(self, desc: SharedLayerDesc, base: int) -> None:
         key = desc.layer_name
@@ -333,6 +339,7 @@ class StagedLayers(nn.Module):
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Makes torch draw from ``seed`` inside the context; its streams continue afterwards as if nothing was drawn."""
+    # A generator that CUDA does not have yet is not forked: fork_rng would initialize CUDA.
     device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=device):
         torch.default_generator.manual_seed(seed)
@@ -353,7 +360,7 @@ def _name_of(layer: Any, at: int) -> str:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises ConfigError unless ``loss`` is a function without parameters of its own."""
+    """Raises ConfigError unless ``loss`` is a function without parameters."""
     if not callable(loss):
         raise ConfigError(f"PipelineLayer(loss_fn=...) takes a function of output and label, got {loss!r}.")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):

@@ -58,12 +58,13 @@ class StepHooks:
         self._count = {"f": 0, "b": 0}
 
     def run(self, location: str, action: MicroStep, tensors: dict[str, Any]) -> None:
-        """Runs what belongs to ``location``."""
+        """Runs the hooks of ``location``."""
         hooks = [*_GLOBAL.get(location, ()), *self._own.get(location, ())]
         if hooks:
             given = {name: tensors.get(name) for name in _ARGUMENTS}
             for hook in hooks:
                 hook(**given, step_id=action.micro)
+        # Counted at the end of each, for these hooks run after the micro-step of their number.
         if location.endswith("end") and self._after:
             number = self._count[action.what]
             for hook in self._after.get((action.what, number), ()):

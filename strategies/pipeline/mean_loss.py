@@ -1,11 +1,11 @@
 """MeanLoss: says where a loss_fn is no mean over rows, so that micro-batches do not add up to the loss of the batch.
 
 [Note: How it is seen]
-A mean over rows gives for two micro-batches together the mean of their own losses. In the first steps, and in those
-whose number is a power of two, the first two micro-batches are compared so, without gradients. The function is also
-called again for each of the two: one that then returns another value depends on more than its arguments (random
-numbers, a loss that a gate keeps), and nothing can be said of it. Where the divisor is known to be the number of labels
-that count, these are counted in every step.
+A mean over rows gives for two micro-batches together the mean of their own losses. In steps whose number is a power of
+two, the first two micro-batches are compared so, without gradients. The function is also called again for each of the
+two: if it then returns another value, it depends on more than its arguments (random numbers, a loss that a gate keeps),
+and nothing can be said of it. Where the divisor is known to be the number of labels that count, these are counted in
+every step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fleet.strategies._shared.random_streams import TRACKER
 Loss = Callable[[Any, Any], Tensor]
 _MOST = 2**26  # numbers of a micro-batch: the copy of two that is compared takes 512 MiB in float32 at most
 _ADVICE = (
-    "Sum over what counts and divide by a number that only the shapes decide, such as labels.numel(), or use "
-    "reduction='mean' over all rows."
+    "Return (sum of the loss, number of what counts), of which train_batch makes the mean of the batch; or divide by a "
+    "number that only the shapes decide, such as labels.numel()."
 )
 
 
@@ -39,13 +39,17 @@ class MeanLoss:
     """Watches the loss functions of a pipeline, and warns once; see [Note: How it is seen]."""
 
     def __init__(self) -> None:
-        self._steps, self._said, self._looks = 0, False, False
+        self._steps = 0
+        self._said = False
+        self._looks = False
         self._weights: Sequence[float] = ()
         self._held: tuple[Any, list[Tensor]] | None = None
 
     def begin(self, losses: Sequence[Loss], labels: Sequence[Any], weights: Sequence[float]) -> None:
         """Takes the labels of the micro-batches of a step, and the weights of their losses."""
-        self._held, self._looks, self._weights = None, False, weights
+        self._held = None
+        self._looks = False
+        self._weights = weights
         if self._said or len(weights) == 1:
             return
         self._steps += 1
@@ -62,7 +66,8 @@ class MeanLoss:
             fits = sum(leaf.numel() for leaf in tree_leaves(given) if isinstance(leaf, Tensor)) <= _MOST
             self._held = (given, values) if fits else None
         elif self._held is not None:
-            (before, first), self._held = self._held, None
+            before, first = self._held
+            self._held = None
             if (pair := _joined(before, given)) is not None:
                 for loss, *own in zip(losses, first, values, strict=True):
                     self._compare(loss, pair, own)
@@ -77,7 +82,8 @@ class MeanLoss:
         if not all(torch.allclose(a, b, 0, rounding, equal_nan=True) for a, b in zip(own, again, strict=True)):
             return
         a, b = self._weights[:2]
-        found, mean = whole.item(), (own[0].item() * a + own[1].item() * b) / (a + b)
+        found = whole.item()
+        mean = (own[0].item() * a + own[1].item() * b) / (a + b)
         if math.isfinite(found) and not abs(found - mean) <= rounding:  # a mean that is NaN differs
             self._say(
                 f"{_named(loss)} gives {found:.6g} for the first two micro-batches together, and {mean:.6g} is the "
@@ -110,7 +116,8 @@ class MeanLoss:
 
 def _joined(first: Any, second: Any) -> tuple[Any, Any, Any] | None:
     """Returns both together, and each alone, of one copy; ``None`` where not every tensor has the rows in dim 0."""
-    (ours, form), (theirs, other) = tree_flatten(first), tree_flatten(second)
+    ours, form = tree_flatten(first)
+    theirs, other = tree_flatten(second)
     rows = []
     for leaves in (ours, theirs):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -140,10 +147,11 @@ def _joined(first: Any, second: Any) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _unseen(loss: Loss) -> Iterator[None]:
-    """Runs what is inside without gradients; random streams and the buffers of ``loss`` are then as before."""
+    """Disables gradients inside; afterwards random streams and the buffers of ``loss`` are as before."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
-    kept, streams = [buffer.clone() for buffer in buffers], TRACKER.get_states_tracker()
+    kept = [buffer.clone() for buffer in buffers]
+    streams = TRACKER.get_states_tracker()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices), _without_compiling():
             yield
@@ -178,7 +186,8 @@ def _rounding(values: list[Tensor]) -> float:
     for narrow in (torch.float16, torch.bfloat16):
         if all(bool(value.to(narrow) == value) for value in values):
             dtype = narrow
-    eps, scale = torch.finfo(dtype).eps, max((abs(value.item()) for value in values if value.isfinite()), default=0.0)
+    eps = torch.finfo(dtype).eps
+    scale = max((abs(value.item()) for value in values if value.isfinite()), default=0.0)
     return (4 if dtype.itemsize == 2 else 100) * eps * scale + 10 * eps
 
 

@@ -34,7 +34,7 @@ class PipelineDatasetPreprocessor:
 def cut_data(
     data: Any, num_micro: int, size: int, *, inputs: bool, labels: bool
 ) -> tuple[list[Any] | None, list[Any] | None]:
-    """Returns the inputs and the labels of each micro-batch; ``None`` for what is not asked for.
+    """Returns the inputs and the labels of each micro-batch; ``None`` for the half that is not asked for.
 
     A batch may hold fewer rows than ``num_micro * size``: the last micro-batch is then smaller, or there are fewer.
 
@@ -52,11 +52,11 @@ def cut_data(
     if not isinstance(data, tuple | list) or len(data) != 2:
         hint = " Pass iter(loader) for a loader of micro-batches." if hasattr(data, "__iter__") else ""
         raise ConfigError(f"train_batch(data) got {_kind(data)}; {_FORMS}.{hint}")
-    found = [_cut(part, name, num_micro, size) if needed else None for part, name, needed in
-             ((data[0], "inputs", inputs), (data[1], "labels", labels))]  # fmt: skip
-    if found[0] is not None and found[1] is not None and len(found[0]) != len(found[1]):
-        raise ConfigError(different_numbers(len(found[0]), len(found[1])))
-    return found[0], found[1]
+    own_inputs = _cut(data[0], "inputs", num_micro, size) if inputs else None
+    own_labels = _cut(data[1], "labels", num_micro, size) if labels else None
+    if own_inputs is not None and own_labels is not None and len(own_inputs) != len(own_labels):
+        raise ConfigError(different_numbers(len(own_inputs), len(own_labels)))
+    return own_inputs, own_labels
 
 
 def different_numbers(inputs: int, labels: int) -> str:
@@ -86,7 +86,7 @@ def _cut(part: Any, name: str, num_micro: int, size: int) -> list[Any]:
 
 
 def _pieces(part: Any, name: str, num_micro: int, size: int) -> list[Any] | None:
-    """Returns ``part`` by micro-batch, ``None`` for what is the same in all."""
+    """Returns ``part`` by micro-batch, ``None`` for a value that all micro-batches share."""
     if isinstance(part, Tensor):
         return _rows(part, name, num_micro, size)
     if isinstance(part, list):
@@ -126,6 +126,7 @@ def _rows(tensor: Tensor, name: str, num_micro: int, size: int) -> list[Any]:
 
 def plan_weights(labels: list[Any]) -> list[float]:
     """Returns the weight of each micro-batch's loss: its part of the rows, so that the sum is the mean of the batch."""
+    # A label without rows (a number, a dictionary of settings) says nothing, so all weigh the same.
     counts = [_num_rows(label) for label in labels]
     if len(set(counts)) == 1 or 0 in counts:
         return [1 / len(labels)] * len(labels)

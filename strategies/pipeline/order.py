@@ -1,4 +1,4 @@
-"""Orders: what each stage of a pipeline does, one after the other, as plain lists; and a proof that none waits forever.
+"""Orders: the actions of each stage of a pipeline as plain lists, and a proof that no stage waits forever.
 
 Stage ``s`` of ``p`` has the chunks ``0 .. v - 1`` of the layers; chunk ``c`` of stage ``s`` is part ``c * p + s`` of
 the model. Formulas and recorded orders: Narayanan et al., 2021, arXiv 2104.04473.
@@ -21,7 +21,7 @@ class MicroStep(NamedTuple):
 
 
 class StageStream(NamedTuple):
-    """A one-way stream of messages between two stages; ``what`` are activations (``'f'``) or gradients (``'b'``)."""
+    """A one-way stream of messages between two stages: activations (``what`` is ``'f'``) or gradients (``'b'``)."""
 
     what: Literal["f", "b"]
     source: int
@@ -31,7 +31,7 @@ class StageStream(NamedTuple):
 def plan_order(
     num_stages: int, stage: int, num_micro: int, *, num_chunks: int = 1, mode: str = "1F1B"
 ) -> tuple[MicroStep, ...]:
-    """Returns what ``stage`` does in one step.
+    """Returns the actions of ``stage`` in one step, in order.
 
     Args:
         num_stages: how many stages there are.
@@ -46,11 +46,13 @@ def plan_order(
     """
     if num_chunks == 1:
         forwards = [(0, micro) for micro in range(num_micro)]
-        backwards, warm_up = list(forwards), num_stages - 1 - stage
+        backwards = list(forwards)
+        warm_up = num_stages - 1 - stage
     else:
         rounds = list(_rounds(num_stages, num_micro))
         forwards = [(chunk, m) for micros in rounds for chunk in range(num_chunks) for m in micros]
         backwards = [(chunk, m) for micros in rounds for chunk in reversed(range(num_chunks)) for m in micros]
+        # The warm-up of the interleaved schedule in the paper above.
         warm_up = 2 * (num_stages - 1 - stage) + (num_chunks - 1) * len(rounds[0])
         if num_micro < 2 * num_stages:
             mode = "F-then-B"  # too few to alternate
@@ -65,7 +67,7 @@ def plan_order(
 
 
 def _rounds(num_stages: int, num_micro: int) -> Iterator[range]:
-    """Yields the micro-batches that pass a chunk together; the first round takes what does not divide by the stages."""
+    """Yields the micro-batches that pass a chunk together; the first round takes the remainder by the stages, too."""
     first = min(num_micro, num_stages + num_micro % num_stages)
     yield range(first)
     for start in range(first, num_micro, num_stages):
@@ -78,18 +80,18 @@ def as_text(order: Iterable[MicroStep], *, num_chunks: int = 1) -> str:
 
 
 def channel_in(action: MicroStep, stage: int, num_stages: int, num_chunks: int) -> StageStream | None:
-    """Returns where the input of ``action`` comes from; ``None`` for data and for the loss."""
-    part, parts = action.chunk * num_stages + stage, num_chunks * num_stages
+    """Returns the stream that brings the input of ``action``; ``None`` for data and for the loss."""
+    part = action.chunk * num_stages + stage
     if action.what == "f":
         return None if part == 0 else StageStream("f", (part - 1) % num_stages, stage)
-    return None if part == parts - 1 else StageStream("b", (part + 1) % num_stages, stage)
+    return None if part == num_chunks * num_stages - 1 else StageStream("b", (part + 1) % num_stages, stage)
 
 
 def channel_out(action: MicroStep, stage: int, num_stages: int, num_chunks: int) -> StageStream | None:
-    """Returns where the result of ``action`` goes; ``None`` for outputs and for gradients of the data."""
-    part, parts = action.chunk * num_stages + stage, num_chunks * num_stages
+    """Returns the stream that carries the result of ``action``; ``None`` for outputs and gradients of the data."""
+    part = action.chunk * num_stages + stage
     if action.what == "f":
-        return None if part == parts - 1 else StageStream("f", stage, (part + 1) % num_stages)
+        return None if part == num_chunks * num_stages - 1 else StageStream("f", stage, (part + 1) % num_stages)
     return None if part == 0 else StageStream("b", stage, (part - 1) % num_stages)
 
 
@@ -155,8 +157,10 @@ class _Replay:
 
     def __init__(self, orders: Sequence[Sequence[MicroStep]], num_chunks: int, in_flight: int) -> None:
         self.at = [0] * len(orders)
-        self._orders, self._num_chunks, self._in_flight = orders, num_chunks, in_flight
-        self._streams: dict[StageStream, list[MicroStep]] = {}  # what was sent, as what the receiver does with it
+        self._orders = orders
+        self._num_chunks = num_chunks
+        self._in_flight = in_flight
+        self._streams: dict[StageStream, list[MicroStep]] = {}  # messages, each as the action that receives it
         self._taken: dict[StageStream, int] = {}
 
     def advance(self) -> bool:
@@ -166,11 +170,13 @@ class _Replay:
     def _step(self, stage: int) -> bool:
         if self.at[stage] == len(self._orders[stage]):
             return False
-        action, num_stages = self._orders[stage][self.at[stage]], len(self.at)
+        action = self._orders[stage][self.at[stage]]
+        num_stages = len(self.at)
         source = channel_in(action, stage, num_stages, self._num_chunks)
         target = channel_out(action, stage, num_stages, self._num_chunks)
         if source is not None:
-            sent, taken = self._streams.get(source, []), self._taken.get(source, 0)
+            sent = self._streams.get(source, [])
+            taken = self._taken.get(source, 0)
             if len(sent) <= taken or sent[taken] != action:
                 return False
         # A message has left when its receiver, which asks for one more than it has taken, has asked for it.

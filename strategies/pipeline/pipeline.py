@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, OptionWarning
+from fleet.strategies._declare.degrees import degrees_or_none
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
 from fleet.strategies.pipeline.descriptions import StagedLayers
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # The engine is imported where a pipeline is made: every job imports this module, and most have one stage.
 
-# Fleet's switches of its transfers between stages, and why they have none here.
+# Fleet's switches of its transfers between stages, and why they have no effect here.
 _WITHOUT_MEANING = {
     "FLAGS_p2p_device_synchronize": "a stage waits for each tensor that it receives, and for no device; to find the "
     "operation that fails, set CUDA_LAUNCH_BLOCKING=1",
@@ -45,8 +46,7 @@ class PipelineConfig(Config, option="pipeline_configs"):
         choices=("1F1B", "F-then-B"),
     )
     p2p_cache_shape: bool = setting(
-        True,
-        "send the shapes of activations once for each shape of the data; False sends them with every activation",
+        True, "send the shapes of activations once for each shape of the data; False sends them with every activation"
     )
     enable_partial_send_recv: bool = setting(
         True,
@@ -60,7 +60,7 @@ class PipelineConfig(Config, option="pipeline_configs"):
     )
 
     def __post_init__(self) -> None:
-        """Takes ``"auto"`` for a list, too."""
+        """Reads ``"auto"`` as a list, too."""
         asked: object = self.split
         if asked == "auto":
             from fleet.strategies.pipeline.split import AUTO
@@ -129,6 +129,26 @@ class Pipeline(Strategy):
             )
         return None
 
+    @classmethod
+    def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
+        """Returns the effects on the model and on the optimizer; none with one stage."""
+        if cls._has_one_stage(options, world_size):
+            return "keeps all layers: pp_degree is 1", ""
+        return cls.model_effect, cls.optimizer_effect
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that one stage holds all layers, unless train_batch() has something to do yet."""
+        config = options["pipeline_configs"]
+        if not cls._has_one_stage(options, world_size) or config.split or config.accumulate_steps > 1:
+            return ()
+        return ("pipeline changes nothing: hybrid_configs['pp_degree'] is 1, so every worker holds all layers.",)
+
+    @staticmethod
+    def _has_one_stage(options: Values, world_size: int) -> bool:
+        degrees = degrees_or_none(options, world_size)
+        return degrees is not None and degrees["pp"] == 1
+
     def __init__(self, config: Any, job: Job) -> None:
         """Makes the process groups between stages; every worker does so at the same point."""
         super().__init__(config, job)
@@ -168,8 +188,9 @@ class Pipeline(Strategy):
             return model
         from fleet.strategies.pipeline.split import AUTO, SplitLayers
 
-        stages, stage = self._num_stages, self.job.axes.rank("pp")
-        made = SplitLayers(model, self.config.split if stages > 1 else AUTO, stages, stage, loss_fn)
+        stages = self._num_stages
+        starts = self.config.split if stages > 1 else AUTO
+        made = SplitLayers(model, starts, stages, self.job.axes.rank("pp"), loss_fn)
         kept = set(made.parameters())
         self._dropped.update({p: True for p in model.parameters() if p not in kept})
         return made

@@ -1,9 +1,9 @@
 """StageRun: the order of one stage, run: micro-batches in, losses and gradients out.
 
 [Note: What is kept]
-Between the forward and the backward of a micro-batch a stage keeps the tensors that came in, and of those that went out
-only the place in the graph where their gradient enters: the tensors themselves are freed once they have left. After a
-step nothing is kept.
+Between the forward and the backward of a micro-batch a stage keeps its input tensors, and of its outputs only the place
+in the graph where their gradient enters: the outputs themselves are freed once they have left. After a step nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fleet.strategies.pipeline.wire import Incoming, Known, Outgoing, Spec, Stag
 
 
 class Work:
-    """The computation of a step on this stage; a subclass says what is computed."""
+    """The computation of a step on this stage, as a subclass defines it."""
 
     def input(self, micro: int) -> Any:
         """Returns the data of a micro-batch; the first part of the model asks."""
@@ -35,7 +35,7 @@ class Work:
         raise NotImplementedError
 
     def loss(self, micro: int, output: Any) -> Tensor | None:
-        """Takes the output of the model; returns where backward begins, ``None`` without backward."""
+        """Receives the output of the model; returns where backward begins, ``None`` without backward."""
         raise NotImplementedError
 
     def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
@@ -60,13 +60,13 @@ class StagePlace:
     known_out: dict[StageStream, Known] = field(default_factory=dict)
 
     def order(self, num_micro: int) -> tuple[MicroStep, ...]:
-        """Returns what this stage does in a step."""
+        """Returns the actions of this stage in a step."""
         return plan_order(self.num_stages, self.stage, num_micro, num_chunks=self.num_chunks, mode=self.mode)
 
 
 @dataclass
 class Pending:
-    """What is kept of a micro-batch in a chunk until its backward; see [Note: What is kept]."""
+    """A micro-batch in a chunk between its forward and its backward; see [Note: What is kept]."""
 
     inputs: list[Tensor]
     edges: list[GradientEdge]
@@ -81,7 +81,7 @@ class StageRun:
 
     Args:
         place: the stage.
-        work: what it computes.
+        work: the computation.
         num_micro: the number of micro-batches.
         signature: the number under which headers are remembered; ``None`` sends them with each message.
         trains: whether backward runs too.
@@ -98,8 +98,11 @@ class StageRun:
         trains: bool,
         keeps_values: bool = False,
     ) -> None:
-        self._place, self._work, self._num_micro = place, work, num_micro
-        self._signature, self._keeps_values = signature, keeps_values
+        self._place = place
+        self._work = work
+        self._num_micro = num_micro
+        self._signature = signature
+        self._keeps_values = keeps_values
         order = place.order(num_micro)
         self._order = order if trains else [action for action in order if action.what == "f"]
         self._trains = trains
@@ -118,6 +121,7 @@ class StageRun:
                     self._forward(action)
                 else:
                     self._backward(action)
+            # A note, not another error: its class says what went wrong, and the note adds where.
             except Exception as error:
                 error.add_note(f"Stage {self._place.stage} {self._described(action)}.")
                 raise
@@ -128,7 +132,8 @@ class StageRun:
     # ---- streams --------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        place, in_flight = self._place, plan_in_flight(self._place.num_stages, self._num_micro, self._place.num_chunks)
+        place = self._place
+        in_flight = plan_in_flight(place.num_stages, self._num_micro, place.num_chunks)
         for action in self._order:
             source = channel_in(action, place.stage, place.num_stages, place.num_chunks)
             target = channel_out(action, place.stage, place.num_stages, place.num_chunks)
@@ -143,9 +148,10 @@ class StageRun:
     def _headers(self, known: dict[StageStream, Known], channel: StageStream) -> Any:
         if channel.what == "b" or self._signature is None:
             return None
-        return known.setdefault(channel, Known()).of(self._signature, caches=True)
+        return known.setdefault(channel, Known()).of(self._signature)
 
     def _remember(self) -> None:
+        # Only after a whole step: a step that failed would leave the two ends with different headers.
         if self._signature is None:
             return
         for channel, stream in self._in.items():
@@ -157,6 +163,7 @@ class StageRun:
 
     def _post_ahead(self) -> None:
         """Asks each stream for its next message, where its shapes are known."""
+        # Before the action, so that the sender need not wait until this stage has computed.
         for channel, stream in self._in.items():
             coming = self._expected[channel]
             if stream.has_posted or not coming:
@@ -169,7 +176,8 @@ class StageRun:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def _forward(self, action: MicroStep) -> None:
-        place, work = self._place, self._work
+        place = self._place
+        work = self._work
         source = channel_in(action, place.stage, place.num_stages, place.num_chunks)
         target = channel_out(action, place.stage, place.num_stages, place.num_chunks)
         if source is None:
@@ -183,7 +191,8 @@ class StageRun:
         inputs = [] if source is None else [leaf for leaf in tree_leaves(value) if _takes_gradient(leaf)]
         held = Pending(inputs, [], [])
         if self._keeps_values:
-            held.input, held.output = value, output
+            held.input = value
+            held.output = output
         if target is None:
             held.loss = work.loss(action.micro, output)
         else:
@@ -198,7 +207,8 @@ class StageRun:
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def _backward(self, action: MicroStep) -> None:
-        place, work = self._place, self._work
+        place = self._place
+        work = self._work
         source = channel_in(action, place.stage, place.num_stages, place.num_chunks)
         target = channel_out(action, place.stage, place.num_stages, place.num_chunks)
         held = self._held.pop((action.chunk, action.micro))
@@ -221,6 +231,7 @@ class StageRun:
             input_tensor_grad=came,
             output_tensor_grad=gradients,
         )
+        # The sender expects a gradient for each tensor that asked for one; an unused one gets zeros.
         if target is not None and held.inputs:
             whole = [
                 torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(held.inputs, came, strict=True)
@@ -267,10 +278,7 @@ def _takes_gradient(leaf: Any) -> bool:
 
 
 def make_links(
-    place: StagePlace,
-    ranks: Sequence[int],
-    group_of: Callable[[StageStream], Any],
-    device: torch.device,
+    place: StagePlace, ranks: Sequence[int], group_of: Callable[[StageStream], Any], device: torch.device
 ) -> None:
     """Gives ``place`` a link for each stream of its stage; ``ranks`` are the global ranks of the stages."""
     for action in place.order(1):

@@ -1,4 +1,4 @@
-"""PipelineStep: one batch through the stages: what they agree on before it, its losses, and what they share after."""
+"""PipelineStep: one batch through the stages, from their agreement on it to the losses and gradients they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fleet.errors import ConfigError
+from fleet.strategies._shared.parts import local
+from fleet.strategies.pipeline.counted_loss import CountedLoss
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.strategies.pipeline.hooks import StepHooks
 from fleet.strategies.pipeline.micro_batches import cut_data, described_shapes, different_numbers, plan_weights
@@ -37,6 +39,7 @@ class PipelineStep(Work):
         scale: multiplies the loss before backward; a GradScaler's ``scale``.
         hooks: the user's.
         delays: divide gradients after the step, not losses before backward.
+        counted: the sums of a loss function that returns (sum, count).
     """
 
     layers: StagedLayers
@@ -49,6 +52,7 @@ class PipelineStep(Work):
     scale: Callable[[Tensor], Tensor] | None = None
     hooks: StepHooks = field(default_factory=StepHooks)
     delays: bool = False
+    counted: CountedLoss = field(default_factory=CountedLoss)
 
     def __post_init__(self) -> None:
         self._inputs: list[Any] | None = None
@@ -56,6 +60,9 @@ class PipelineStep(Work):
         self._weights: list[float] = []
         self._losses: list[list[Tensor]] = []
         self.outputs: list[Any] = []
+        self._counts = False  # the loss function returns (sum, count)
+        self._divisor = torch.ones(())  # of the gradients, after the step
+        self.counted.begin()
 
     @property
     def _is_first(self) -> bool:
@@ -97,6 +104,7 @@ class PipelineStep(Work):
             )
         except ConfigError as error:
             problem = error
+        # One row for each stage, also from a stage that refuses its data: the others would wait for its activations.
         own = [
             self.mode if problem is None else -1,
             -1 if self._inputs is None else len(self._inputs),
@@ -130,12 +138,13 @@ class PipelineStep(Work):
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return f"{trained} {self.layers.training} {narrow} {described_shapes(self._inputs)}"
 
-    # ---- what the engine asks for ---------------------------------------------------------------------------------
+    # ---- callbacks of StageRun ------------------------------------------------------------------------------------
 
     def input(self, micro: int) -> Any:
         """Returns the data of a micro-batch."""
         assert self._inputs is not None
-        value, self._inputs[micro] = self._inputs[micro], None
+        value = self._inputs[micro]
+        self._inputs[micro] = None  # or the data of all micro-batches would live through the step
         return value
 
     def run(self, chunk: int, micro: int, value: Any) -> Any:
@@ -143,20 +152,30 @@ class PipelineStep(Work):
         return self.run_chunk(chunk, value, micro == self.num_micro - 1)
 
     def loss(self, micro: int, output: Any) -> Tensor | None:
-        """Takes an output of the model; returns what backward begins at."""
+        """Receives an output of the model; returns where backward begins."""
         if self.mode == _OUTPUTS:
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
             return None
         assert self._labels is not None
-        losses = [loss(output, self._labels[micro]) for loss in self.layers.loss_functions]
-        for value in losses:
-            if not isinstance(value, Tensor) or value.numel() != 1:
+        losses: list[Any] = [loss(output, self._labels[micro]) for loss in self.layers.loss_functions]
+        started = None
+        for at, value in enumerate(losses):
+            if isinstance(value, tuple | list) and len(value) == 2:
+                self._check_counts()
+                started, losses[at] = self.counted.take(*value)
+            elif not isinstance(value, Tensor) or value.numel() != 1:
                 raise ConfigError(
-                    "loss_fn(output, label) of the PipelineLayer must return a tensor of one element, got "
+                    "loss_fn(output, label) of the PipelineLayer must return a tensor of one element, or the sum of "
+                    "the loss and its count, got "
                     f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
                 )
         values = [value.detach().reshape(()) for value in losses]
         self._losses.append(values)
+        if started is not None:
+            self._counts = True
+            if not self.trains:
+                return None
+            return started if self.scale is None else self.scale(started)
         self.layers.mean_loss.look_at(self.layers.loss_functions, micro, output, self._labels[micro], values)
         if not self.trains:
             return None
@@ -164,6 +183,13 @@ class PipelineStep(Work):
         weight = self._weights[micro] * (self.num_micro if self.delays else 1)
         scaled = chosen if weight == 1 else chosen * weight
         return scaled if self.scale is None else self.scale(scaled)
+
+    def _check_counts(self) -> None:
+        if len(self.layers.loss_functions) > 1:
+            raise ConfigError(
+                "PipelineLayer(loss_fn=[...]): one of several loss functions returned (sum, count). The mean over what "
+                "counts is for one function: give it alone, or let each return its own mean."
+            )
 
     def hook(self, location: str, action: MicroStep, **tensors: Any) -> None:
         """Runs the user's hooks."""
@@ -177,17 +203,23 @@ class PipelineStep(Work):
 
     def losses(self) -> list[tuple[Tensor, Tensor]]:
         """Returns for each loss function the mean of the batch and the values of the micro-batches, on every stage."""
-        rows = torch.zeros(len(self.layers.loss_functions), self.num_micro + 2, dtype=torch.float64, device=self._where)
+        # One broadcast for everything: the type of the loss, its mean, the divisor of the gradients, and the values.
+        rows = torch.zeros(len(self.layers.loss_functions), self.num_micro + 3, dtype=torch.float64, device=self._where)
         if self._is_last:
             weights = torch.tensor(self._weights, dtype=torch.float64, device=self._where)
             for at, row in enumerate(rows):
                 values = torch.stack([losses[at] for losses in self._losses])
                 row[0] = dtype_code(values.dtype)
-                row[2:] = values.double()
-                row[1] = row[2:] @ weights
+                row[3:] = values.double()
+                row[1] = row[3:] @ weights
+                row[2] = self.num_micro if self.delays else 1
+            if self._counts:
+                rows[0, 1], factor = self.counted.finish()
+                rows[0, 2] = 1 / factor
         if self.stage is not None:
             dist.broadcast(rows, self.stage.axes.ranks("pp")[-1], group=self.stage.group)
-        return [(row[1].to(dtype), row[2:].to(dtype)) for row in rows for dtype in [dtype_of(int(row[0]))]]
+        self._divisor = rows[self.loss_index, 2]
+        return [(row[1].to(dtype), row[3:].to(dtype)) for row in rows for dtype in [dtype_of(int(row[0]))]]
 
     @property
     def _where(self) -> torch.device:
@@ -196,10 +228,10 @@ class PipelineStep(Work):
         return self._losses[0][0].device if self._losses else torch.device("cpu")
 
     def divide_gradients(self) -> None:
-        """Divides the gradients by the number of micro-batches, where the losses were not."""
-        for parameter in self.layers.parameters() if self.delays else ():
+        """Divides the gradients by the divisor that :meth:`losses` broadcast, where the losses were not divided."""
+        for parameter in self.layers.parameters() if float(self._divisor) != 1 else ():
             if parameter.grad is not None:
-                parameter.grad.div_(self.num_micro)
+                local(parameter.grad).div_(self._divisor.to(parameter.grad.device))
 
 
 def gathered(row: Sequence[int], stage: PipelineStage) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Wire: values that pass from stage to stage, as a header of integers and the bytes of each tensor.
 
 [Note: What a header costs]
-A stage must know shapes before it can receive. A step has a signature: the shapes of its data and what decides about
-gradients on any stage. In the first step of a signature each message is announced by one integer, the length of the
-header that follows; 0 when it is that of the message before. Later steps of the signature send nothing but tensors.
+A stage must know shapes before it can receive. A step has a signature: the shapes of its data and the flags that decide
+about gradients on any stage. In the first step of a signature each message is announced by one integer, the length of
+the header that follows; 0 repeats the header of the message before. Later steps of the signature send tensors alone.
 Where shapes vary inside a signature (``enable_dynamic_shape``, ``p2p_cache_shape`` off) every step is like the first.
 Gradients have the shapes of the activations and need no header.
 """
@@ -36,7 +36,7 @@ Header = tuple[int, ...]
 
 
 class Spec(NamedTuple):
-    """What a stage must know of a tensor to receive it."""
+    """The shape and type of a tensor, which a stage must know to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,6 +78,7 @@ def encode(value: Any, where: str = "a stage") -> tuple[Header, list[Tensor]]:
                 walk(item)
         elif part is None:
             header.append(_NONE)
+        # A number travels as a tensor, not in the header: it may change from step to step, and headers are cached.
         elif isinstance(part, bool | int | float):
             header.append(_BOOL if isinstance(part, bool) else _INT if isinstance(part, int) else _FLOAT)
             number = torch.tensor(part, dtype=torch.float64 if isinstance(part, float) else torch.int64)
@@ -93,20 +94,21 @@ def encode(value: Any, where: str = "a stage") -> tuple[Header, list[Tensor]]:
 
 
 def specs_of(header: Header) -> list[Spec]:
-    """Returns what must be received for ``header``."""
+    """Returns the tensors to receive for ``header``."""
     found: list[Spec] = []
     _decode(header, 0, found, None)
     return found
 
 
 def decode(header: Header, tensors: Sequence[Tensor]) -> Any:
-    """Returns the value of which ``header`` and ``tensors`` were made."""
+    """Returns the value that :func:`encode` took apart."""
     return _decode(header, 0, [], deque(tensors))[0]
 
 
 def _decode(header: Header, at: int, specs: list[Spec], tensors: deque[Tensor] | None) -> tuple[Any, int]:
     """Returns the part that begins at ``at`` and where the next one begins; without tensors it collects specs."""
-    kind, at = header[at], at + 1
+    kind = header[at]
+    at += 1
     if kind == _NONE:
         return None, at
     if kind in (_INT, _FLOAT, _BOOL):
@@ -118,7 +120,8 @@ def _decode(header: Header, at: int, specs: list[Spec], tensors: deque[Tensor] |
         end = at + 3 + dim
         specs.append(Spec(tuple(header[at + 3 : end]), dtype_of(dtype), bool(requires_grad)))
         return (None if tensors is None else tensors.popleft()), end
-    count, at = header[at], at + 1
+    count = header[at]
+    at += 1
     items: list[Any] = []
     keys: list[str] = []
     for _ in range(count):
@@ -134,7 +137,7 @@ def _decode(header: Header, at: int, specs: list[Spec], tensors: deque[Tensor] |
 
 
 def number_of(text: str) -> int:
-    """Returns a number of 63 bits that differs where ``text`` differs."""
+    """Returns a number of 63 bits that differs where ``text`` differs, on every worker the same."""
     import hashlib
 
     return int(struct.unpack("<q", hashlib.sha256(text.encode()).digest()[:8])[0]) >> 1
@@ -142,7 +145,7 @@ def number_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class StageLink:
-    """One direction between this worker and another one: a group of its own, so that streams cannot cross."""
+    """One direction between this worker and another one; streams do not cross, see ``StreamGroups``."""
 
     group: dist.ProcessGroup
     peer: int  # the global rank
@@ -151,12 +154,12 @@ class StageLink:
     described: str  # "stage 1 (worker 2)"
 
     def send(self, tensor: Tensor) -> Any:
-        """Begins to send ``tensor``; returns what to wait for, ``None`` when there is nothing in it."""
+        """Begins to send ``tensor``; returns the work to wait for, ``None`` for an empty tensor."""
         with named_exchange("pipeline", tensor, f"send to worker {self.peer}"):
             return begin_sending(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
     def receive(self, tensor: Tensor) -> Any:
-        """Begins to receive into ``tensor``; returns what to wait for."""
+        """Begins to receive into ``tensor``; returns the work to wait for, ``None`` for an empty tensor."""
         with named_exchange("pipeline", tensor, f"receive from worker {self.peer}"):
             return begin_receiving(_bytes(tensor), self.peer, self.group, self.tag) if tensor.numel() else None
 
@@ -185,9 +188,9 @@ class Known:
 
     headers: dict[int, list[Header]] = field(default_factory=dict)
 
-    def of(self, signature: int, caches: bool) -> list[Header] | None:
-        """Returns the headers of a step with ``signature``, ``None`` where they are sent."""
-        return self.headers.get(signature) if caches else None
+    def of(self, signature: int) -> list[Header] | None:
+        """Returns the headers of a step with ``signature``, ``None`` where they are not known yet."""
+        return self.headers.get(signature)
 
     def keep(self, signature: int, headers: list[Header]) -> None:
         """Remembers the headers of a step; both ends forget the same ones."""
@@ -206,7 +209,8 @@ class Outgoing:
     """
 
     def __init__(self, link: StageLink, in_flight: int, known: list[Header] | None = None) -> None:
-        self.link, self.known = link, known
+        self.link = link
+        self.known = known
         self.sent: list[Header] = []
         self._in_flight = in_flight
         self._works: deque[tuple[str, list[Any]]] = deque()
@@ -234,6 +238,7 @@ class Outgoing:
         while len(self._works) >= self._in_flight:
             self._wait()
         with waiting_for(f"{what}, for {self.link.described}"):
+            # The tensors stay until they have left: the backend reads their memory meanwhile.
             self._works.append((what, [(self.link.send(tensor), tensor) for tensor in tensors]))
 
     def finish(self) -> None:
@@ -258,13 +263,14 @@ class Incoming:
     """
 
     def __init__(self, link: StageLink, known: list[Header] | None = None) -> None:
-        self.link, self.known = link, known
+        self.link = link
+        self.known = known
         self.received: list[Header] = []
         self._posted: deque[tuple[list[Tensor], list[Any]]] = deque()
 
     @property
     def has_posted(self) -> bool:
-        """Whether a message was asked for that was not taken yet."""
+        """Whether a message was asked for and has not been read yet."""
         return bool(self._posted)
 
     def post_value(self) -> None:
@@ -278,12 +284,12 @@ class Incoming:
         """Returns the next value; its tensors require gradients where the sender's do."""
         if not self._posted:
             self.post_value()
-        tensors = self._take(what)
+        tensors = self.take(what)
         if self.known is None:
             length = int(tensors[0])
             header = self.received[-1] if not length else self._header(length, what)
             self._post(self._buffers(specs_of(header)), now=True)
-            tensors = self._take(what, now=True)
+            tensors = self.take(what)
         else:
             header = self.known[len(self.received)]
         self.received.append(header)
@@ -297,12 +303,17 @@ class Incoming:
 
     def take(self, what: str) -> list[Tensor]:
         """Returns the tensors of the message that was asked for first."""
-        return self._take(what)
+        tensors, works = self._posted.popleft()
+        with waiting_for(f"{what}, from {self.link.described}"):
+            for work in works:
+                if work is not None:
+                    wait_for(work)
+        return tensors
 
     def _header(self, length: int, what: str) -> Header:
         buffer = self.link.integers([0] * length)
         self._post([buffer], now=True)
-        return tuple(self._take(what, now=True)[0].tolist())
+        return tuple(self.take(what)[0].tolist())
 
     def _buffers(self, specs: Sequence[Spec]) -> list[Tensor]:
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.link.device) for spec in specs]
@@ -313,14 +324,6 @@ class Incoming:
             self._posted.appendleft(entry)
         else:
             self._posted.append(entry)
-
-    def _take(self, what: str, now: bool = False) -> list[Tensor]:
-        tensors, works = self._posted.popleft()
-        with waiting_for(f"{what}, from {self.link.described}"):
-            for work in works:
-                if work is not None:
-                    wait_for(work)
-        return tensors
 
 
 def _shown(header: Header) -> str:

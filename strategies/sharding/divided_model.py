@@ -1,9 +1,9 @@
-"""Stages 2 and 3: a module whose parameters and gradients ``fully_shard`` divides, and the optimizer of its parts.
+"""Stage 3: a module whose parameters and gradients ``fully_shard`` divides, and the optimizer of its parts.
 
 [Note: New parameters]
 ``fully_shard`` puts new parameters (DTensors) in the place of the user's. An optimizer that was made before holds the
-old ones, which nothing reads any longer: it would step without an error and move nothing. ``divide_model`` therefore
-returns which parameter took the place of which, and sharding points the optimizers to them.
+old parameters, which nothing reads any more: it would step without an error and move nothing. ``divide_model``
+therefore returns which parameter took the place of which, and sharding points the optimizers to them.
 
 [Note: Hooks of parameters]
 In backward the gradient arrives at the gathered parameter, a third tensor. A hook on a parameter (``register_hook``:
@@ -11,22 +11,23 @@ loss scaling, a user's own clipping) stands on the new one or, from before, on t
 neither. The hooks of the old parameters move to the new ones, and every gathered parameter calls those of its part:
 with the whole gradient of this worker, before the exchange, as in data parallel.
 
-Between forward and backward ``named_parameters()`` of the divided module gives gathered parameters, whose ``.grad`` is
-not the one that the optimizer uses. They carry a mark, by which the model that users hold always gives the parts.
+Between forward and backward, with ``find_unused_parameters``, ``named_parameters()`` of the divided module gives
+gathered parameters, whose ``.grad`` is not the one that the optimizer uses. They carry a mark, by which the model that
+users hold always gives the parts.
 
 [Note: Unused parameters]
-With ``find_unused_parameters`` each worker may run other units, of which none knows in advance. So all units are
+With ``find_unused_parameters`` each worker may run other units, and nobody knows in advance which. So all units are
 gathered before the first one runs, and stay until backward has ended. Then the workers say which parameters have a
 gradient, in one small exchange, and reduce all units in one order. A parameter with a gradient on another worker alone
-counts with zeros; one without any keeps ``None``, so that no rule moves it, as in one process.
+counts with zeros; a parameter without any keeps ``None``, so that no rule moves it, as in one process.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -39,14 +40,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
-from fleet.strategies._gradients.passes import outside_graphs, passes_of
+from fleet.strategies._gradients.passes import passes_of
+from fleet.strategies._gradients.viewed import hook_viewed
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import is_part, mark_gathered, optimizer_state_like, part_like, part_of
+from fleet.strategies.sharding.exchanging_module import ExchangingModule
 from fleet.strategies.sharding.part_rules import keep_part_rules
 from fleet.strategies.sharding.unit_order import AgreedGather, AgreedReduce, UnitOrder
-from fleet.strategies.sharding.view_outputs import keep_backward_of_views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,7 @@ class Division:
     Attributes:
         mesh: the workers that share one copy; with two dims the first holds copies of the second.
         process_group: all workers of the mesh.
-        reshard_after_forward: release the gathered parameters after forward (stage 3).
-        divisor: what the sum of the gradients over all workers is divided by; ``None`` is their number.
+        divisor: divides the sum of the gradients over all workers; ``None`` is their number.
         sum_first: sum and divide afterwards, where the backend could average in the reduction.
         offload: keep parts, gradients and optimizer state in host memory.
         find_unused: workers may use other parameters; see [Note: Unused parameters].
@@ -66,7 +68,6 @@ class Division:
 
     mesh: DeviceMesh
     process_group: Any
-    reshard_after_forward: bool
     divisor: float | None = None
     sum_first: bool = False
     offload: bool = False
@@ -86,29 +87,22 @@ def _check_output(output: Any) -> None:
     hidden = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _PLAIN)]
     if hidden:
         raise ConfigError(
-            f"sharding stages 2 and 3 find tensors in tuples, lists and dicts, and forward() returned {hidden[0]} "
+            f"sharding stage 3 finds tensors in tuples, lists and dicts, and forward() returned {hidden[0]} "
             "without any beside it; its gradients would stay on each worker. Return the tensors themselves, make the "
-            "class known with torch.utils._pytree.register_dataclass, or set sharding_configs['stage'] to 1."
+            "class known with torch.utils._pytree.register_dataclass, or set sharding_configs['stage'] to 1 or 2."
         )
 
 
-class DividedModule(nn.Module):
-    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward.
-
-    Attributes:
-        exchanges: whether the next backward pass exchanges gradients.
-        held: True inside ``no_sync()``, and while ``require_backward_grad_sync`` is False.
-    """
+class DividedModule(ExchangingModule):
+    """Runs a module that ``fully_shard`` divided; buffers are rank 0's before each training forward."""
 
     def __init__(self, module: nn.Module, division: Division) -> None:
-        super().__init__()
-        self.module = module
-        self.exchanges, self.held = True, False
-        self._process_group = division.process_group
+        super().__init__(module, division.process_group)
         self._find_unused = division.find_unused
         self._roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
         named = {unit: name for name, unit in module.named_modules()}
         self._units = [GatheredUnit(root, named[root], self.count_passes) for root in self._roots]
+        # FSDP2 gathers in a pre-hook of its own, which comes first: fully_shard() has registered it already.
         for root, unit in zip(self._roots, self._units, strict=True):
             root.register_forward_pre_hook(unit)
             keep_backward_of_views(root)
@@ -120,8 +114,7 @@ class DividedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
         self._follow_memory()
-        if torch.is_grad_enabled() and self.training:
-            self._share_buffers()
+        self.share_buffers()
         try:
             output = self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -159,38 +152,22 @@ class DividedModule(nn.Module):
                     if own.numel() and own.data_ptr() != one._sharded_param_data.data_ptr():
                         one.reset_sharded_param()
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backward may exchange gradients; assigning False is an open-ended ``no_sync()``."""
-        return not self.held
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.held = not value
-        self.set_exchanges(value)
-
     def set_exchanges(self, exchanges: bool) -> None:
         """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
         if exchanges != self.exchanges:
-            self.exchanges = exchanges
+            super().set_exchanges(exchanges)
             if not self._find_unused:
                 cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Returns a context in which backward leaves gradients local, to be exchanged by a later backward."""
-        before = self.exchanges, self.held
-        self.set_exchanges(False)
-        self.held = True
-        try:
-            yield
-        finally:
-            self.set_exchanges(before[0])
-            self.held = before[1]
 
     def has_local(self) -> bool:
         """Returns whether gradients are here that no backward pass has exchanged yet."""
         return any(unit.has_local() for unit in self._units)
+
+    def local_gradients(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the gradients of ``parameters`` that no backward pass has exchanged yet."""
+        wanted = set(parameters)
+        for unit in self._units:
+            yield from unit.local_gradients(wanted)
 
     def drop_local(self, parameters: Iterable[Tensor]) -> None:
         """Drops the gradients of ``parameters`` that no backward pass has exchanged yet."""
@@ -200,7 +177,9 @@ class DividedModule(nn.Module):
 
     def _reduce_late(self) -> None:
         """Gathers all units before one runs, and reduces them after backward; see [Note: Unused parameters]."""
-        root, passes = cast(FSDPModule, self.module), passes_of(self)
+        root = cast(FSDPModule, self.module)
+        passes = passes_of(self)
+        # FSDP2 would exchange each unit as this worker's backward comes to it, and others may not come to it at all.
         self.module.register_forward_pre_hook(lambda *_: self._gather())
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
@@ -208,7 +187,7 @@ class DividedModule(nn.Module):
             one.set_modules_to_backward_prefetch([one])  # nothing: it is gathered already
             unit.begins = passes.begin
         passes.starts.append(self._gather)
-        # FSDP2 ends the pass in a callback of its own, which may be queued later than that of the passes.
+        # FSDP2 ends the pass in another callback, which may be queued later than this one.
         passes.ends.append(lambda: torch.autograd.Variable._execution_engine.queue_callback(self._reduce))
 
     @outside_graphs
@@ -219,18 +198,19 @@ class DividedModule(nn.Module):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Reduces the gradients of parameters that one worker has used, and gives up what was gathered."""
+        """Reduces the gradients of parameters that any worker has used, and gives the gathered copies up."""
         gathered = [p for unit in self._units for p in unit.gathered() if p.requires_grad]
         if self.exchanges and gathered:
             flags = torch.tensor([p.grad is not None for p in gathered], dtype=torch.uint8)
             used = flags.to(gathered[0].device)
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._process_group)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.process_group)
             for p, is_used in zip(gathered, used.tolist(), strict=True):
                 if is_used and p.grad is None:
                     p.grad = torch.zeros_like(p)
+            # The callback reduces whatever units still hold, but only while the sync is on.
             root = cast(FSDPModule, self.module)
             root.set_requires_gradient_sync(True)
-            root._get_fsdp_state()._root_post_backward_final_callback()  # reduces what backward has left
+            root._get_fsdp_state()._root_post_backward_final_callback()
             root.set_requires_gradient_sync(False)
         self.reshard()
 
@@ -238,12 +218,6 @@ class DividedModule(nn.Module):
         """Returns the number of the backward pass under way that exchanges gradients; ``None`` in others."""
         passes = passes_of(self)
         return passes.begun if passes.running and self.exchanges else None
-
-    @outside_graphs
-    def _share_buffers(self) -> None:
-        buffers = [b for b in self.module.buffers() if b.numel()]
-        if buffers:
-            broadcast_from_rank_0(buffers, self._process_group)
 
 
 class GatheredUnit:
@@ -259,7 +233,7 @@ class GatheredUnit:
         self.arrived = 0
         self._unit = unit
         self._name = name
-        # The unit's own parameters: those of inner units are DTensors of their own at this time, and gathered later.
+        # The unit's own parameters: those of inner units are DTensors at this time, and gathered later.
         self._parts = [
             (module, name, part)
             for module in own_modules(unit)
@@ -282,10 +256,11 @@ class GatheredUnit:
             label = f"{name!r} of a {type(module).__name__}"
             self._memories.setdefault(id(gathered), (gathered, _memory(gathered), label))
             mark_gathered(gathered, part)
-            # It may have been frozen or unfrozen since it was gathered first. torch reduces no empty gradient.
+            # The part may have been frozen or unfrozen since the first gather. torch reduces no empty gradient.
             trains = part.requires_grad and part.numel() > 0
             if gathered.requires_grad is not trains:
                 gathered.requires_grad_(trains)
+            # Held by its identity, and kept alive: a hook for each gather would call the user's hooks several times.
             if gathered.requires_grad and id(gathered) not in self._hooked:
                 self._hooked[id(gathered)] = gathered
                 gathered.register_hook(partial(self._arrive, gathered, part, 1 << place))
@@ -321,11 +296,12 @@ class GatheredUnit:
 
     def _arrive(self, gathered: Tensor, part: Tensor, bit: int, gradient: Tensor) -> Tensor:
         number = self._count_passes()
+        # torch adds a second gradient to the first in .grad. An empty .grad means that the first was reduced already.
         if number is not None and self._arrived_in.get(bit) == number and gathered.grad is None:
             raise ConfigError(
                 f"The gradient of {self._named(bit)} came twice in one backward pass, and the first had been "
                 "exchanged. A part of the model that runs more than once in a forward cannot be recomputed with "
-                "use_reentrant=True in sharding stages 2 and 3: pass use_reentrant=False to checkpoint()."
+                "use_reentrant=True in sharding stage 3: pass use_reentrant=False to checkpoint()."
             )
         if number is not None:
             self._arrived_in[bit] = number
@@ -337,11 +313,17 @@ class GatheredUnit:
         return gradient
 
     def has_local(self) -> bool:
-        """Returns whether whole gradients wait at what was gathered."""
+        """Returns whether whole gradients wait at gathered parameters."""
         return any(gathered.grad is not None for gathered in self._hooked.values())
 
+    def local_gradients(self, parts: Set[Tensor]) -> Iterator[Tensor]:
+        """Yields the whole gradients that wait at the gathered copies of ``parts``."""
+        for gathered in self._hooked.values():
+            if gathered.grad is not None and part_of(cast(nn.Parameter, gathered)) in parts:
+                yield gathered.grad
+
     def drop_local(self, parts: Set[Tensor]) -> None:
-        """Drops the whole gradients that wait at what ``parts`` were gathered into; FSDP2 adds them up there."""
+        """Drops the whole gradients that wait at the gathered copies of ``parts``; FSDP2 adds them up there."""
         for gathered in self._hooked.values():
             if part_of(cast(nn.Parameter, gathered)) in parts:
                 gathered.grad = None
@@ -360,11 +342,12 @@ class GatheredUnit:
 
 
 def _memory(gathered: Tensor) -> tuple[int, int]:
+    # A conversion moves the storage; a write in place raises the version.
     return gathered.untyped_storage()._cdata, gathered._version
 
 
 def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yields ``unit`` and the modules in it that are in no unit of their own."""
+    """Yields ``unit`` and the modules in it that belong to no inner unit."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -375,10 +358,10 @@ def _read_from_outside(error: RuntimeError) -> ConfigError:
     folder = f"{os.sep}torch{os.sep}"
     line = next(f for f in reversed(traceback.extract_tb(error.__traceback__)) if folder not in f.filename)
     return ConfigError(
-        f"sharding stages 2 and 3: {line.filename}:{line.lineno} ({line.line}) reads a parameter of a module that is a "
+        f"sharding stage 3: {line.filename}:{line.lineno} ({line.line}) reads a parameter of a module that is a "
         "unit of its own without calling the module, and finds this worker's part of it. Call the module; or name the "
         "units in sharding_configs['segment_anchors'] (with sharding_segment_strategy 'segment_anchors') and leave "
-        "that module out; or set sharding_configs['stage'] to 1."
+        "that module out; or set sharding_configs['stage'] to 1 or 2."
     )
 
 
@@ -395,6 +378,7 @@ def divide_model(
     Returns:
         The module to call, and the new parameter for each old one.
     """
+    # Before the division: afterwards each worker holds a part, and unequal starts could not be seen.
     broadcast_from_rank_0([*module.parameters(), *module.buffers()], division.process_group)
     old = dict(module.named_parameters(remove_duplicate=False))
     on_cuda = division.mesh.device_type == "cuda"
@@ -403,24 +387,21 @@ def divide_model(
     keep_part_rules(division.mesh, division.divisor or division.mesh.size())
     policy = CPUOffloadPolicy() if division.offload and on_cuda else OffloadPolicy()
     named = dict(module.named_modules(remove_duplicate=False))
+    # Inner units first: fully_shard() gives a module the parameters that no earlier call has taken.
     for target in [*(named[name] for name in units), module]:
-        fully_shard(
-            target,
-            mesh=division.mesh,
-            reshard_after_forward=division.reshard_after_forward and not division.find_unused,
-            offload_policy=policy,
-        )
+        fully_shard(target, mesh=division.mesh, reshard_after_forward=not division.find_unused, offload_policy=policy)
     for part in (m for m in module.modules() if isinstance(m, FSDPModule)):
         kind = type(part)  # code decides by the names of classes, as transformers does whether labels are shifted
-        kind.__name__, kind.__qualname__ = kind.__mro__[2].__name__, kind.__mro__[2].__qualname__
+        kind.__name__ = kind.__mro__[2].__name__
+        kind.__qualname__ = kind.__mro__[2].__qualname__
         if division.divisor is not None:
             part.set_gradient_divide_factor(division.divisor)
-        # A divisor of one's own works on every backend only after a sum.
+        # Not every backend multiplies within a reduction, so another divisor than the number of workers needs a sum.
         part.set_force_sum_reduction_for_comms(division.sum_first or division.divisor is not None)
     new = dict(module.named_parameters(remove_duplicate=False))
     replaced = {parameter: new[name] for name, parameter in old.items()}
     for parameter, new_parameter in replaced.items():
-        new_parameter.__dict__.update(parameter.__dict__)  # its layout, and what users put there
+        new_parameter.__dict__.update(parameter.__dict__)  # its layout, and the user's attributes
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             # The dictionary itself: handle.remove() of the user's goes on working.
             setattr(new_parameter, hooks, getattr(parameter, hooks))
@@ -494,3 +475,17 @@ class ShardedOptimizer(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_divided": (), "_replaced": {}}
+
+
+def keep_backward_of_views(unit: nn.Module) -> None:
+    """Makes ``unit``, which ``fully_shard`` divided, be gathered in backward whatever becomes of its outputs."""
+    # torch warns that a change in place would lose its hook; the hook below is not lost.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    unit.register_forward_hook(_hook_viewed)
+
+
+@outside_graphs
+def _hook_viewed(unit: Any, inputs: Any, output: Any) -> None:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            hook_viewed(leaf, unit._get_fsdp_state()._pre_backward)

@@ -34,6 +34,7 @@ def plan_owners(sizes: Sequence[int], degree: int, loads: Sequence[int] = ()) ->
         >>> plan_owners([1, 8, 3, 3], 2)
         [1, 0, 1, 1]
     """
+    # Every worker computes the same plan without a message: ties go to the lower rank, equal sizes keep their order.
     lightest = [(load, rank) for rank, load in enumerate(loads or [0] * degree)]
     heapq.heapify(lightest)
     owners = [0] * len(sizes)
@@ -64,8 +65,10 @@ class PartitionedOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.group = group
         self._buffer_bytes = buffer_bytes
-        self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
-        self._expert_group, self._expert_rank = expert_group, 0 if expert_group is None else expert_group.rank()
+        self._rank = dist.get_rank(group)
+        self._degree = dist.get_world_size(group)
+        self._expert_group = expert_group
+        self._expert_rank = 0 if expert_group is None else expert_group.rank()
         self._offload = offload
         self._owners: dict[Tensor, int] = {}
         self._assign(self.parameters())
@@ -89,7 +92,8 @@ class PartitionedOptimizer(OptimizerWrapper):
         return loss
 
     def _update(self) -> None:
-        """Lets the optimizer inside update what this worker owns."""
+        """Lets the optimizer inside update this worker's parameters."""
+        # Every rule skips a parameter without a gradient; afterwards clipping and hooks see all gradients again.
         hidden = [(p, p.grad) for p in self.parameters() if p.grad is not None and not self.owns(p)]
         for parameter, _ in hidden:
             parameter.grad = None
@@ -111,11 +115,14 @@ class PartitionedOptimizer(OptimizerWrapper):
                 self._exchange_over(group, [p for p in self._owners if is_expert(p) is experts])
 
     def _exchange_over(self, group: Any, parameters: Sequence[Tensor]) -> None:
-        rank, degree = group.rank(), group.size()
+        rank = group.rank()
+        degree = group.size()
         owned: list[list[Tensor]] = [[] for _ in range(degree)]
         for parameter in parameters:
+            # A frozen parameter was not updated, and is equal everywhere.
             if parameter.requires_grad:
                 owned[self._owners[parameter]].append(parameter.detach())
+        # In each turn every owner sends one bucket, so the buckets of a turn together fill the buffer.
         limit = self._buffer_bytes / degree
         waiting = [list(chunks(tensors, limit)) for tensors in owned]
         for turn in range(max(map(len, waiting), default=0)):
@@ -161,7 +168,7 @@ class PartitionedOptimizer(OptimizerWrapper):
         return next(iter(self._owners)).device
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
-        """Gives ``parameters`` owners: those that train first, so that their work is even."""
+        """Gives ``parameters`` owners: first the trained ones, so that the work is even."""
         degrees = {False: self._degree, True: 1 if self._expert_group is None else self._expert_group.size()}
         for experts, degree in degrees.items():
             loads = [0] * degree
@@ -181,7 +188,7 @@ class PartitionedOptimizer(OptimizerWrapper):
             del self.state[parameter]
 
     def _move_state(self, to_host: bool) -> None:
-        """With offload, moves the state to pinned host memory or back; nothing to do where parameters are there."""
+        """With offload, moves the state to pinned host memory or back, unless the parameters are there too."""
         if not self._offload:
             return
         for parameter, entry in self.state.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,7 @@ from fleet.errors import ConfigError
 from fleet.job.axes import COPY_AXES
 from fleet.strategies._declare.degrees import asked_degrees, plan_degrees
 from fleet.strategies._declare.fields import Config, Values, setting
-from fleet.strategies._declare.strategy import Guide, Stage, StepCounter
+from fleet.strategies._declare.strategy import GradientKeeper, Guide, Stage, StepCounter
 from fleet.strategies._gradients.accumulator import AccumulatingOptimizer, Accumulator, InModel, accumulate
 from fleet.strategies._gradients.gradient_exchange import exchanging_in
 from fleet.strategies._gradients.passes import Passes, passes_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fleet.job.job import Job
     from fleet.strategies.sharding.divided_model import DividedModule, Division, ShardedOptimizer
     from fleet.strategies.sharding.unit_order import UnitOrder
+    from fleet.strategies.sharding.whole_model import RowsOptimizer, WholeModule
 
 _MIB = 1024 * 1024
 _NO_PROGRAM = "it rewrites a static program, and torch runs none"
@@ -61,9 +62,7 @@ class ShardingConfig(Config, option="sharding_configs"):
         choices=("segment_broadcast_MB", "segment_anchors"),
     )
     segment_broadcast_MB: float = setting(
-        32.0,
-        "size in MiB of a unit that is gathered at once; in stage 1, of the parameters that are sent at once",
-        above=0,
+        32.0, "size in MiB of a unit that is gathered at once; in stages 1 and 2, of what is sent at once", above=0
     )
     segment_anchors: tuple[str, ...] = setting([], "qualified names of the modules that are units")
     gradient_merge_acc_step: int = setting(1, "batches per update, as gradient_merge has k_steps", at_least=1)
@@ -71,7 +70,7 @@ class ShardingConfig(Config, option="sharding_configs"):
         False, "data parallelism around the shards", no_meaning="it is the old name of dp_degree > 1; set dp_degree"
     )
     optimize_offload: bool = setting(
-        False, "keep the optimizer state in host memory; in stages 2 and 3 the parts and their gradients too"
+        False, "keep the optimizer state in host memory; in stage 3 the parts and their gradients too"
     )
     optimize_cast: bool = setting(False, "keep casts on the optimizer's side", no_meaning=_NO_PROGRAM)
     pp_allreduce_in_optimize: bool = setting(
@@ -88,7 +87,7 @@ class ShardingConfig(Config, option="sharding_configs"):
             raise ConfigError("sharding_configs['sharding_degree'] is 0; it must be -1 or at least 1.")
 
 
-class Sharding(StepCounter):
+class Sharding(StepCounter, GradientKeeper):
     """Divides optimizer state, gradients and parameters among workers."""
 
     name = "sharding"
@@ -107,24 +106,25 @@ class Sharding(StepCounter):
     in_place = True
     steps_together = True
     model_effect = (
-        "stage 1 leaves the model to data_parallel; stages 2 and 3 divide parameters and gradients, and gather a unit "
-        "when it runs"
+        "stage 1 leaves the model to data_parallel; stage 2 divides gradients; stage 3 divides parameters too, and "
+        "gathers a unit when it runs"
     )
     optimizer_effect = "updates only what this worker owns, with state for that alone"
     guide = Guide(
         when="The optimizer state, the gradients or the model itself do not fit into the memory of one worker.",
-        cost="Stage 1 sends the parameters once per step in addition to the gradients; stage 3 gathers them twice per "
-        "batch. In stages 2 and 3 model.parameters() are parts (DTensors): a weight penalty in the loss adds "
-        "p.full_tensor().square().sum(), and post-accumulate hooks get the part with the exchanged gradient. The "
+        cost="Stage 1 sends the parameters once per step in addition to the gradients. Stage 2 does so too, and sends "
+        "half as much of the gradients; stage 3 gathers the parameters twice per batch. In stages 2 and 3 an exchanged "
+        "gradient is a part (a DTensor), which post-accumulate hooks get too. Its norm is spread over the workers: "
+        "p.grad.norm().item() is refused, p.grad.norm().full_tensor().item() is the number. In stage 3 "
+        "model.parameters() are parts too: a weight penalty in the loss adds p.full_tensor().square().sum(). The "
         "gradient of p.full_tensor() is exchanged as all others are, so a loss may use it with the worker's own rows. "
-        "What is assigned to .data is written into the part. A norm of a part is spread over the workers: "
-        "p.grad.norm().item() is refused, p.grad.norm().full_tensor().item() is the number. A gradient penalty "
-        "(backward through torch.autograd.grad(..., create_graph=True)) and a second backward of one forward need "
-        "stage 1: in stages 2 and 3 the gathered parameters are gone by then. Every worker must use the same "
-        "parameters there, unless find_unused_parameters is set; with it, they gather the whole model for a batch, "
-        "and reduce its gradients after backward.",
-        formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: between 4P and "
-        "8P + 12P/N, 3: 16P/N bytes and the largest unit",
+        "What is assigned to .data is written into the part. A gradient penalty (backward through "
+        "torch.autograd.grad(..., create_graph=True)) and a second backward of one forward need stage 1 or 2: in stage "
+        "3 the gathered parameters are gone by then. In stages 2 and 3 every worker must use the same parameters in a "
+        "batch, unless find_unused_parameters is set; with it, stage 3 gathers the whole model for a batch, and "
+        "reduces its gradients after backward.",
+        formula="memory per worker, Adam in float32, P parameters, N workers: stage 1: 8P + 8P/N, 2: 4P + 12P/N bytes "
+        "and buckets, 3: 16P/N bytes and the largest unit",
         source="Rajbhandari et al., 2020, ZeRO, arXiv 1910.02054; torch's fully_shard",
         example={"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 2}},
     )
@@ -152,7 +152,8 @@ class Sharding(StepCounter):
         config: ShardingConfig = options["sharding_configs"]
         if not options["sharding"]:
             return _problem_of_hybrid(options)
-        hybrid, free = options["hybrid_configs"].sharding_degree, config.sharding_degree == -1
+        hybrid = options["hybrid_configs"].sharding_degree
+        free = config.sharding_degree == -1
         if hybrid not in (1, config.sharding_degree) and not free:
             return (
                 f"sharding_configs['sharding_degree'] is {config.sharding_degree} and "
@@ -176,7 +177,7 @@ class Sharding(StepCounter):
             )
         option, degrees = asked_degrees(options)
         if option == "hybrid_configs":
-            return None  # which has a check of its own
+            return None  # hybrid checks its degrees itself
         try:
             plan_degrees(option, degrees, world_size)
         except ConfigError as error:
@@ -185,7 +186,7 @@ class Sharding(StepCounter):
 
     @classmethod
     def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
-        """Returns what it does to the model and to the optimizer, with the number of workers that share."""
+        """Returns the effects on the model and on the optimizer, with the number of workers that share."""
         try:
             degree = plan_axes(options, world_size)["sharding"]
         except ConfigError:  # shown as a problem
@@ -203,10 +204,11 @@ class Sharding(StepCounter):
             )
             return (f"sharding divides nothing with one worker: it keeps everything{merges}.",)
         found = []
-        if stage_of(options) == 1:
+        if stage_of(options) < 3:
             keys = ("sharding_segment_strategy", "segment_anchors")
             found = [
-                f"sharding_configs[{key!r}] changes nothing in stage 1: the model is not divided into units."
+                f"sharding_configs[{key!r}] changes nothing in stage {stage_of(options)}: the model is not divided "
+                "into units."
                 for key in keys
                 if getattr(config, key) != getattr(ShardingConfig(), key)
             ]
@@ -220,7 +222,7 @@ class Sharding(StepCounter):
         return tuple(found)
 
     def __init__(self, config: Any, job: Job) -> None:
-        """Takes the degrees, the stage and the number of batches from the options."""
+        """Reads the degrees, the stage and the number of batches from the options."""
         super().__init__(config, job)
         hybrid = job.options["hybrid_configs"].sharding_configs
         self.zero_stage = stage_of(job.options)
@@ -231,6 +233,8 @@ class Sharding(StepCounter):
         self._buffer_bytes = min(config.segment_broadcast_MB, hybrid.comm_buffer_size_MB) * _MIB
         self._sum_first = not hybrid.use_reduce_avg
         self._order: UnitOrder | None = None
+        self._whole: list[WholeModule] = []
+        self._of_rows: list[RowsOptimizer] = []
         self._divided: list[DividedModule] = []
         self._optimizers: list[ShardedOptimizer] = []
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -255,7 +259,8 @@ class Sharding(StepCounter):
         if not self._alone:
             check_apart(model.named_parameters())
         if self.zero_stage > 1 and not self._alone:
-            check_divisible(model)
+            check_divisible(model, self.zero_stage)
+        if self.zero_stage == 3 and not self._alone:
             check_types(model, self._units(model))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -268,7 +273,7 @@ class Sharding(StepCounter):
                 accumulator.check_give([p for group in optimizer.param_groups for p in group["params"]])
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module to call: in stages 2 and 3 a divided one, whose new parameters the optimizers follow."""
+        """Returns the module to call: stage 2 wraps it and divides gradients, stage 3 divides the module."""
         for accumulator in self._accumulators:
             accumulator.follow()
         if self._alone:
@@ -278,7 +283,17 @@ class Sharding(StepCounter):
             return model
         if not any(True for _ in model.parameters()):
             return model
-        from fleet.strategies.sharding.divided_model import divide_model  # torch's part of it takes a second to import
+        # Stages 2 and 3 are imported where they are used: torch's part of them takes a second.
+        if self.zero_stage == 2:
+            from fleet.strategies.sharding.whole_model import WholeModule
+
+            whole = WholeModule(model, self._division(), self._agreed_order(), self._buffer_bytes)
+            self._whole.append(whole)
+            for rows in self._of_rows:
+                rows.divide_state()
+            self._count_batches(whole)
+            return whole
+        from fleet.strategies.sharding.divided_model import divide_model
 
         divided, replaced = divide_model(model, self._units(model), self._division())
         self._divided.append(divided)
@@ -292,13 +307,21 @@ class Sharding(StepCounter):
         return divided
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Returns an optimizer that updates what this worker owns."""
+        """Returns an optimizer that updates this worker's part."""
         if self._alone:
             return optimizer
         if self.zero_stage == 1:
-            group, experts = self._mesh.get_group("sharding"), self.job.axes.group("moe_sharding")
+            group = self._mesh.get_group("sharding")
+            experts = self.job.axes.group("moe_sharding")
             offload = self.config.optimize_offload
             return PartitionedOptimizer(optimizer, group, self._buffer_bytes, offload, experts)
+        if self.zero_stage == 2:
+            from fleet.strategies.sharding.whole_model import RowsOptimizer
+
+            offload = self.config.optimize_offload
+            of_rows = RowsOptimizer(optimizer, self._whole, self._agreed_order(), self._buffer_bytes, offload)
+            self._of_rows.append(of_rows)
+            return of_rows
         from fleet.strategies.sharding.divided_model import ShardedOptimizer
 
         sharded = ShardedOptimizer(optimizer, self._divided, drops=not self._counts)
@@ -310,9 +333,10 @@ class Sharding(StepCounter):
         """Returns an optimizer that updates once for several batches, where the options ask for it."""
         if not self._counts:
             return optimizer
-        everyone, made = self._accumulators, {"per_update": self._per_update, "per_exchange": self._per_exchange}
+        everyone = self._accumulators
+        made = {"per_update": self._per_update, "per_exchange": self._per_exchange}
         accumulator: Accumulator
-        if self._per_update > 1 and (self._alone or self.zero_stage == 1):
+        if self._per_update > 1 and (self._alone or self.zero_stage < 3):
             accumulator = SetAside(
                 self.name, everyone, per_update=self._per_update, models=self._models,
                 global_rank=self.job.global_rank,
@@ -320,9 +344,20 @@ class Sharding(StepCounter):
         elif self._alone:
             return optimizer  # gradients of several backward passes add up by themselves
         else:
-            accumulator = (InModel if self.zero_stage > 1 else Accumulator)(self.name, everyone, **made)
+            accumulator = (InModel if self.zero_stage == 3 else Accumulator)(self.name, everyone, **made)
         everyone.append(accumulator)
         return AccumulatingOptimizer(optimizer, accumulator)
+
+    def averaged_batches(self) -> int:
+        """Returns ``gradient_merge_acc_step``."""
+        return self._per_update
+
+    def held_gradients(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yields the gradients of ``parameters`` that are set aside, or wait in divided models."""
+        for accumulator in self._accumulators:
+            yield from accumulator.held(parameters)
+        for divided in self._divided:
+            yield from divided.local_gradients(parameters)
 
     def note_clear(self, parameters: Sequence[Tensor]) -> None:
         """Drops what the present batch has added up; raises ConfigError where it cannot be dropped."""
@@ -339,14 +374,18 @@ class Sharding(StepCounter):
         if added and self.zero_stage > 1 and not self._alone:
             raise ConfigError(
                 f"{next(iter(added))!r} was added to the model after distributed_model(), and sharding stage "
-                f"{self.zero_stage} divided the parameters that were there then. Complete the model first, or set "
+                f"{self.zero_stage} divided what was there then. Complete the model first, or set "
                 "sharding_configs['stage'] to 1."
             )
 
     def close(self) -> None:
         """Releases the models and the optimizers."""
         self._models = []
-        self._divided.clear()  # the optimizers hold the list
+        for whole in self._whole:
+            whole.close()
+        self._whole.clear()  # the optimizers hold the lists
+        self._divided.clear()
+        self._of_rows = []
         self._optimizers = []
         self._replaced = {}
 
@@ -357,24 +396,31 @@ class Sharding(StepCounter):
 
     def _division(self) -> Division:
         from fleet.strategies.sharding.divided_model import Division
-        from fleet.strategies.sharding.unit_order import UnitOrder
 
-        self._order = self._order or UnitOrder(self._meet)
-        job, mesh = self.job, self._mesh
+        job = self.job
+        mesh = self._mesh
         average = job.options["gradient_scale_configs"].scale_strategy == "avg"
-        replicas, merged = job.axes.data_replicas, self._per_update
+        # Stage 3 adds batches up in the reduced parts, so its exchange divides by their number too. In stage 2 each
+        # batch is divided when its gradients are set aside.
+        replicas = job.axes.data_replicas
+        merged = self._per_update if self.zero_stage == 3 else 1
         find_unused = job.options["find_unused_parameters"]
         plain = average and merged == 1 and replicas == job.axes.size(*COPY_AXES)
         return Division(
             mesh=copies_mesh(mesh, job.axes),
             process_group=job.axes.group(*COPY_AXES),
-            reshard_after_forward=self.zero_stage == 3,
             divisor=None if plain else float((replicas if average else 1) * merged),
             sum_first=self._sum_first,
             offload=self.config.optimize_offload,
             find_unused=find_unused,
-            order=None if find_unused else self._order,
+            order=None if find_unused else self._agreed_order(),
         )
+
+    def _agreed_order(self) -> UnitOrder:
+        from fleet.strategies.sharding.unit_order import UnitOrder
+
+        self._order = self._order or UnitOrder(self._meet)
+        return self._order
 
     def _meet(self, call: str) -> None:
         """Returns when all workers have made ``call``; raises where one makes another."""
@@ -390,7 +436,8 @@ class Sharding(StepCounter):
             accumulate(self._models[-1], self._accumulators)
 
     def _gathered_now(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Returns the parts of parameters that are gathered at this moment, after which none is."""
+        """Gives gathered parameters up; returns the part for each of them."""
+        # A script may have made its optimizer between forward and backward, from gathered parameters.
         before = [dict(divided.module.named_parameters(remove_duplicate=False)) for divided in self._divided]
         for divided in self._divided:
             divided.reshard()
@@ -404,14 +451,14 @@ class Sharding(StepCounter):
 
 
 def stage_of(options: Values) -> int:
-    """Returns what is divided: ``sharding_configs['stage']``, and at least 2 when ``split_param`` is on."""
+    """Returns the ZeRO stage: ``sharding_configs['stage']``, and at least 2 when ``split_param`` is on."""
     stage = cast(int, options["sharding_configs"].stage)
     return max(stage, 2) if options["hybrid_configs"].sharding_configs.split_param else stage
 
 
 def _problem_of_settings(options: Values) -> str | None:
     config: ShardingConfig = options["sharding_configs"]
-    anchored = config.sharding_segment_strategy == "segment_anchors" and stage_of(options) > 1
+    anchored = config.sharding_segment_strategy == "segment_anchors" and stage_of(options) == 3
     if anchored and not config.segment_anchors:
         return (
             "sharding_configs['sharding_segment_strategy'] is 'segment_anchors' and ['segment_anchors'] is []. "
@@ -428,8 +475,9 @@ def _problem_of_settings(options: Values) -> str | None:
 
 
 def _problem_of_stages(options: Values) -> str | None:
-    """Returns the reason when parts would be gathered and reduced for every micro-batch of a pipeline."""
-    stage, ep = stage_of(options), options["hybrid_configs"].ep_degree
+    """Returns the reason when parts would be gathered or reduced for every micro-batch of a pipeline."""
+    stage = stage_of(options)
+    ep = options["hybrid_configs"].ep_degree
     if stage > 1 and ep > 1:
         return (
             f"sharding_configs['stage'] is {stage} and hybrid_configs['ep_degree'] is {ep}: stages 2 and 3 divide "
@@ -453,16 +501,18 @@ def _problem_of_stages(options: Values) -> str | None:
         return None
     return (
         f"sharding_configs['stage'] is {stage} and the pipeline has several stages, in which forward and backward of "
-        "different micro-batches take turns: every one of them would gather the parameters and reduce the gradients "
-        "again. Set sharding_configs['stage'] to 1, which divides the optimizer state, or pp_degree to 1."
+        "different micro-batches take turns: every one of them would reduce the gradients again, and stage 3 gather "
+        "the parameters. Set sharding_configs['stage'] to 1, which divides the optimizer state, or pp_degree to 1."
     )
 
 
 def _problem_of_hybrid(options: Values) -> str | None:
     """Returns the reason when sharding_configs names other degrees than hybrid_configs, which asks for sharding."""
-    config, hybrid = options["sharding_configs"], options["hybrid_configs"]
+    config = options["sharding_configs"]
+    hybrid = options["hybrid_configs"]
     for key in ("sharding_degree", "dp_degree"):
-        mine, theirs = getattr(config, key), getattr(hybrid, key)
+        mine = getattr(config, key)
+        theirs = getattr(hybrid, key)
         if mine not in (getattr(ShardingConfig(), key), theirs):
             return (
                 f"sharding_configs[{key!r}] is {mine} and hybrid_configs[{key!r}] is {theirs}, while 'sharding' is "

@@ -17,8 +17,8 @@ from fleet.strategies._shared.parts import is_part
 
 # These read the parameters of their children without calling them, so the children cannot be units.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-# A child smaller than this part of the limit stays with the module around it: a message of its own costs more than it
-# saves.
+# A child smaller than this part of the limit stays with the module around it: a message for it alone costs more than
+# it saves.
 _SMALL = 16
 
 
@@ -27,9 +27,8 @@ def plan_units(model: nn.Module, limit_bytes: float) -> list[str]:
 
     Units are the largest modules that hold at most ``limit_bytes`` of parameters. A larger module is divided into its
     children; a child below a sixteenth of the limit stays in the unit around it while that unit keeps to the limit.
-    Modules without a ``forward`` of their own, and modules that share a parameter with the rest of the model, are
-    never units, and neither are parts of a module that reads them without calling them. A module that a
-    unit shares with the rest of the model is a unit.
+    Never units are modules without a ``forward``, modules that share a parameter with the rest of the model, and parts
+    of a module that reads them without calling them. A module that a unit shares with the rest of the model is a unit.
     """
     return _with_shared(model, [name for name in _units_below("", model, limit_bytes, _outside_uses(model)) if name])
 
@@ -37,8 +36,8 @@ def plan_units(model: nn.Module, limit_bytes: float) -> list[str]:
 def find_anchors(model: nn.Module, anchors: Sequence[str]) -> list[str]:
     """Returns ``anchors``, and modules that they share, in the order in which they can be divided: inner ones first.
 
-    Raises ConfigError for a name that is no module, a module without ``forward``, or one that shares a parameter with
-    a module outside it.
+    Raises ConfigError for a name that is no module, a module without ``forward``, or a module that shares a parameter
+    with a module outside it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     outside = _outside_uses(model)
@@ -69,19 +68,19 @@ def check_any_stage(optimizer: Optimizer) -> None:
 
 
 def check_divided(optimizer: Optimizer) -> None:
-    """Raises ConfigError when ``optimizer`` needs whole parameters, which stages 2 and 3 do not keep."""
+    """Raises ConfigError when ``optimizer`` needs whole gradients and state, which stages 2 and 3 do not keep."""
     found = whole_only(optimizer)
     if found is None and isinstance(optimizer, MuonRule):
         found = "fleet.optimizer.Muon", "it orthogonalizes the update of a whole matrix"
     if found is not None:
         raise ConfigError(
-            f"sharding stages 2 and 3 divide each parameter, and {found[0]} needs it whole: {found[1]}. Set "
-            "sharding_configs['stage'] to 1, which gives whole parameters to workers, or use another optimizer."
+            f"sharding stages 2 and 3 divide the update of each parameter, and {found[0]} needs it whole: {found[1]}. "
+            "Set sharding_configs['stage'] to 1, which gives whole parameters to workers, or use another optimizer."
         )
 
 
 def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ConfigError when two parameters share memory, of which two workers would own the same numbers."""
+    """Raises ConfigError when two parameters share memory: two workers would own the same numbers."""
     held: dict[int, list[tuple[int, int, str]]] = {}
     for name, p in named:
         if not is_part(p) and p.layout == torch.strided and not isinstance(p, nn.parameter.UninitializedParameter):
@@ -96,12 +95,12 @@ def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
                 )
 
 
-def check_divisible(model: nn.Module) -> None:
-    """Raises ConfigError when a parameter of ``model`` cannot be divided."""
+def check_divisible(model: nn.Module, stage: int) -> None:
+    """Raises ConfigError when ``stage`` 2 or 3 cannot divide a parameter of ``model``, or its gradient."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and stage == 3:
             raise ConfigError(
-                f"sharding stages 2 and 3 put hooks on modules, and {name or 'the model'!r} is a compiled script "
+                f"sharding stage 3 puts hooks on modules, and {name or 'the model'!r} is a compiled script "
                 "(torch.jit), which takes none. Use the module it was made from, or set sharding_configs['stage'] to 1."
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
@@ -119,7 +118,7 @@ def check_divisible(model: nn.Module) -> None:
             raise ConfigError(f"sharding: {name!r} has no shape yet. Run one batch before distributed_model().")
         if parameter.dim() == 0:
             raise ConfigError(
-                f"sharding stages 2 and 3 divide parameters along their first dim, and {name!r} is a scalar. Give it "
+                f"sharding stages 2 and 3 divide gradients along their first dim, and {name!r} is a scalar. Give it "
                 "the shape (1,), or set sharding_configs['stage'] to 1."
             )
 
@@ -127,6 +126,7 @@ def check_divisible(model: nn.Module) -> None:
 def check_types(model: nn.Module, units: Sequence[str]) -> None:
     """Raises ConfigError when one of ``units``, inner ones first, or the rest of ``model`` trains two types."""
     seen: set[int] = set()
+    # A parameter goes with the innermost unit around it, so outer units count only the types of the rest.
     for unit in (*units, ""):
         trained = [(name, p) for name, p in model.get_submodule(unit).named_parameters(unit) if p.requires_grad]
         types = {p.dtype: name for name, p in trained if id(p) not in seen}
@@ -134,7 +134,7 @@ def check_types(model: nn.Module, units: Sequence[str]) -> None:
         if len(types) > 1:
             found = " and ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in types.items())
             raise ConfigError(
-                f"sharding stages 2 and 3 send the gradients of a unit together, in one type, and {found} in the "
+                f"sharding stage 3 sends the gradients of a unit together, in one type, and {found} in the "
                 f"unit {unit or 'of the whole model'!r}. Give all parameters one type (amp computes in 16 bit with "
                 "float32 parameters), name modules of one type in sharding_configs['segment_anchors'], or set "
                 "sharding_configs['stage'] to 1."
@@ -156,12 +156,14 @@ def _units_below(name: str, module: nn.Module, limit_bytes: float, outside: dict
     small: list[tuple[str, nn.Module]] = []
     kept = bytes_of(module.parameters(recurse=False))
     for child_name, child in module.named_children():
-        full, child_bytes = f"{name}.{child_name}" if name else child_name, bytes_of(child.parameters())
+        full = f"{name}.{child_name}" if name else child_name
+        child_bytes = bytes_of(child.parameters())
         if child_bytes < limit_bytes / _SMALL:
             small.append((full, child))
             kept += child_bytes
         else:
             found += _units_below(full, child, limit_bytes, outside)
+    # Too much is left over for one gather, so small children become units after all.
     if kept > limit_bytes:
         for full, child in small:
             found += _units_below(full, child, limit_bytes, outside)
@@ -176,7 +178,10 @@ def _with_shared(model: nn.Module, units: Sequence[str]) -> list[str]:
     found: dict[int, str] = {}
     for unit in units:
         inside = dict(modules[unit].named_modules(remove_duplicate=False))
-        times, shared = Counter(map(id, inside.values())), ""
+        times = Counter(map(id, inside.values()))
+        shared = ""
+        # Used more often in the model than inside this unit: the rest would find it divided while the unit is not
+        # running. Its inner modules need no unit then, for it is gathered whole.
         for name, module in inside.items():
             is_elsewhere = places[id(module)] != places[id(modules[unit])] * times[id(module)]
             is_in_shared = bool(shared) and name.startswith(f"{shared}.")

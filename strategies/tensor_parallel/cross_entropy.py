@@ -35,7 +35,8 @@ class ParallelCrossEntropy(nn.Module):
 
     def __init__(self, mp_group: Any = None, name: str | None = None, ignore_index: int = -100) -> None:
         super().__init__()
-        self._name, self.ignore_index = name, ignore_index
+        self._name = name
+        self.ignore_index = ignore_index
         self.place = place_in(mp_group, type(self).__name__)
         self._occasions = Occasions()
 
@@ -56,9 +57,11 @@ class ParallelCrossEntropy(nn.Module):
                 f"ParallelCrossEntropy: logits of shape {tuple(input.shape)} take whole-number labels of shape "
                 f"{tuple(rows)} or {(*rows, 1)}, got {tuple(label.shape)} of {label.dtype}."
             )
-        compared, place = CurrentJob.compared, self.place
+        compared = CurrentJob.compared
+        place = self.place
         place = place if compared is None else compared.place(place, input.shape[-1])
-        label, group = label.reshape(-1), place.group
+        label = label.reshape(-1)
+        group = place.group
         if isinstance(group, dist.ProcessGroup) and self._occasions.now():  # an estimate has a stand-in
             check_labels(label, group)
         vocabulary = input.shape[-1] * place.size
@@ -81,6 +84,7 @@ class _DividedCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, group: dist.ProcessGroup, ignore_index: int) -> Tensor:
         kind = torch.promote_types(logits.dtype, torch.float32)
+        # The largest logit of the whole row first, as in a plain softmax: exp() of a large logit would overflow.
         top = logits.amax(-1).to(kind)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         exp = logits - top[:, None] if logits.dtype == kind else logits.to(kind).sub_(top[:, None])

@@ -1,4 +1,4 @@
-"""What workers that hold parts of one model must have alike: inputs, and labels that no loss shows."""
+"""Inputs, and labels that no loss shows, are equal on workers that hold parts of one model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
+from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError, OptionWarning
-from fleet.strategies._gradients.passes import outside_graphs
+from fleet.strategies._shared.stages import on_any
 
 _FIRST = 3  # forwards that are compared; later ones where their number is a power of two
 _ADVICE = (
@@ -24,10 +25,11 @@ _ADVICE = (
 
 
 class Occasions:
-    """Which calls are looked at: the first ones, then those whose number is a power of two; alike on all workers."""
+    """Selects calls for a comparison: the first, then those whose number is a power of two; alike on all workers."""
 
     def __init__(self, first: int = _FIRST) -> None:
-        self._first, self._calls = first, 0
+        self._first = first
+        self._calls = 0
 
     def now(self) -> bool:
         """Counts a call; returns whether it is looked at."""
@@ -46,7 +48,10 @@ class EqualInputs:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, copies: bool) -> None:
-        self._group, self._copies, self._occasions, self._warned = group, copies, Occasions(), False
+        self._group = group
+        self._copies = copies
+        self._occasions = Occasions()
+        self._warned = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before forward; returns the inputs.
@@ -59,10 +64,11 @@ class EqualInputs:
         compares = self._occasions.now()
         if not compares and not self._copies:
             return None
+        # The forms first: a broadcast between tensors of other sizes would hang or mix numbers.
         if compares:
             check_forms((args, kwargs), self._group)
         made, differed = first_workers((args, kwargs), self._group, compares, self._copies)
-        if compares and not self._copies and _on_any(differed, self._group):
+        if compares and not self._copies and any(on_any([differed], self._group)):
             ranks = dist.get_process_group_ranks(self._group)
             raise ConfigError(f"The inputs of forward differ between the workers {ranks}. {_ADVICE}.")
         if differed and self._copies and not self._warned:
@@ -91,7 +97,7 @@ def _is_equal(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     if int(sizes.sum()):
         return False  # the largest is not the smallest
     _, differed = first_workers(tensor.detach(), group, compares=True, copies=False)
-    return not _on_any(differed, group)
+    return not any(on_any([differed], group))
 
 
 def check_labels(label: Tensor, group: dist.ProcessGroup) -> None:
@@ -138,12 +144,12 @@ def _device(leaves: Any) -> torch.device:
 @outside_graphs
 @torch.no_grad()
 def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies: bool = True) -> tuple[Any, bool]:
-    """Returns ``inputs`` with the tensors of the first worker of ``group``, and whether this one's were others.
+    """Returns ``inputs`` with the tensors of the first worker of ``group``, and whether this worker's differed.
 
     Args:
         inputs: tuples, lists and dictionaries with tensors, which are written in place where their memory allows it.
         group: the workers.
-        compares: False spares the comparison; the answer is then False.
+        compares: False skips the comparison; the answer is then False.
         copies: False leaves the tensors as they are.
     """
     differed: list[Tensor] = []
@@ -151,6 +157,7 @@ def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies:
     def receive(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or not tensor.numel():
             return tensor
+        # Received in place where nothing is compared; a comparison needs the own values, and gaps need a copy.
         in_place = copies and not compares and tensor.is_contiguous()
         buffer = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(buffer, group=group, group_src=0)
@@ -165,15 +172,6 @@ def first_workers(inputs: Any, group: dist.ProcessGroup, compares: bool, copies:
 
     made = tree_map_only(Tensor, receive, inputs)
     return made, bool(torch.stack([d.cpu() for d in differed]).any()) if differed else False
-
-
-@outside_graphs
-def _on_any(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Returns whether ``flag`` is True on a worker of ``group``."""
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    total = torch.tensor([flag], dtype=torch.int32, device=device)
-    dist.all_reduce(total, group=group)
-    return bool(total.item())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ STREAM = "model_parallel_rng"
 
 
 class _Divided(nn.Module):
-    """A layer of which this worker has a part."""
+    """A layer that is divided over workers."""
 
     def sharded_state_dict(self, structured_name_prefix: str = "") -> Any:
         """Refused: Fleet's form of a state by parts.
@@ -44,7 +44,7 @@ class ColumnParallelLinear(_Divided):
     Args:
         in_features: size of the last dimension of the input, which is whole on every worker.
         out_features: size of the whole output; the number of workers must divide it.
-        weight_attr: what initializes this worker's part: a callable that fills a tensor, an object with such an
+        weight_attr: initializes this worker's part: a callable that fills a tensor, an object with such an
             ``initializer``, or ``None`` for torch's distribution.
         has_bias: True adds a bias that starts at zero; ``None`` is False, as in Fleet.
         gather_output: True returns the whole output, False this worker's part of its last dimension.
@@ -72,10 +72,13 @@ class ColumnParallelLinear(_Divided):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._name, layer = name, type(self).__name__
+        self._name = name
+        layer = type(self).__name__
         self.place = place_in(mp_group, layer)
         own = self.place.divided(out_features, layer, "out_features")
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
         self.weight = nn.Parameter(torch.empty(own, in_features))
         self.place.record(self, "weight", 0, (out_features, in_features))
         fill_weight(self.weight, weight_attr, layer, lambda w: uniform(w, in_features))
@@ -128,10 +131,13 @@ class RowParallelLinear(_Divided):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._name, layer = name, type(self).__name__
+        self._name = name
+        layer = type(self).__name__
         self.place = place_in(mp_group, layer)
         own = self.place.divided(in_features, layer, "in_features")
-        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
+        self.in_features = in_features
+        self.out_features = out_features
+        self.input_is_parallel = input_is_parallel
         self.fuse_matmul_bias = fuse_matmul_bias
         self.weight = nn.Parameter(torch.empty(out_features, own))
         self.place.record(self, "weight", 1, (out_features, in_features))
@@ -151,6 +157,7 @@ class RowParallelLinear(_Divided):
             x = scatter_to(x, group)
         if self.fuse_matmul_bias and self.bias is not None:
             return reduce_from(F.linear(x, self.weight, shared_bias(self.bias, self.place.size)), group, in_place=True)
+        # The bias comes after the sum, or it would be added once for each worker.
         y = reduce_from(F.linear(x, self.weight), group, in_place=True)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -185,10 +192,12 @@ class VocabParallelEmbedding(_Divided):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self._name, layer = name, type(self).__name__
+        self._name = name
+        layer = type(self).__name__
         self.place = place_in(mp_group, layer)
         own = self.place.divided(num_embeddings, layer, "num_embeddings")
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.first_row = own * self.place.rank
         self.weight = nn.Parameter(torch.empty(own, embedding_dim))
         self.place.record(self, "weight", 0, (num_embeddings, embedding_dim))
@@ -204,6 +213,7 @@ class VocabParallelEmbedding(_Divided):
         if group is None:
             return F.embedding(ids, self.weight)
         check_ids(ids, (ids >= 0) & (ids < self.num_embeddings), self.num_embeddings, "VocabParallelEmbedding", "id")
+        # Ids of other workers look up row 0 here and become zeros, so the sum has each row once.
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
@@ -232,7 +242,7 @@ def fill_weight(weight: nn.Parameter, attr: Any, layer: str, default: Callable[[
     """Initializes a divided ``weight`` as ``attr`` says, from the stream of this worker where that exists.
 
     Raises:
-        ConfigError: ``attr`` is nothing that initializes a tensor, or asks for what cannot be done.
+        ConfigError: ``attr`` initializes no tensor, or asks for something that cannot be done.
     """
     fill = default if attr is None else _initializer(attr, layer, default)
     drawn: AbstractContextManager[None] = TRACKER.rng_state(STREAM) if STREAM in TRACKER.names else nullcontext()
@@ -280,7 +290,7 @@ def uniform(weight: Tensor, fan_in: int) -> None:
 
 
 class _SharedBias(Function):
-    """``bias / workers``, whose sum is the bias; every worker's gradient is that of the whole."""
+    """``bias / workers``, whose sum is the bias; every worker gets the gradient of the whole bias."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, num_workers: int) -> Tensor:
@@ -292,5 +302,5 @@ class _SharedBias(Function):
 
 
 def shared_bias(bias: Tensor, num_workers: int) -> Tensor:
-    """Returns what each of ``num_workers`` adds before a sum, so that the sum has ``bias`` once."""
+    """Returns the share of ``bias`` that each of ``num_workers`` adds before a sum."""
     return applied(_SharedBias, bias, num_workers)

@@ -1,4 +1,4 @@
-"""Place: which part of a divided layer this worker holds, and the group it shares the layer with."""
+"""Place: the part of a divided layer that this worker holds, and the group that shares the layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleet.strategies.tensor_parallel.regions import group_of
 
 
 class CurrentJob:
-    """What layers need to know of the job that runs in this process; nothing before ``fleet.init``, or without ``mp``.
+    """The facts of the job in this process that layers need; empty before ``fleet.init``, or without ``mp``.
 
     The strategy fills it when the job starts, because layers are created by the user and ask for their group then.
 
@@ -30,7 +30,7 @@ class CurrentJob:
 
 
 class ComparedLosses:
-    """Tells losses that get whole logits, where layers compute whole, by what the same call gets where they do not.
+    """Recognises losses that get whole logits while layers compute whole, by the logits of the same call before.
 
     Attributes:
         whole: whether layers that a plan has divided compute whole now; first they do not.
@@ -41,7 +41,7 @@ class ComparedLosses:
         self._widths: list[int] = []
 
     def place(self, place: LayerPlace, width: int) -> LayerPlace:
-        """Returns where the next loss is computed, whose logits have ``width`` columns."""
+        """Returns the place at which the next loss, whose logits have ``width`` columns, is computed."""
         if not self.whole:
             self._widths.append(width)
             return place
@@ -57,7 +57,9 @@ class LayerPlace:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
-        self._group, self.size, self.rank = group, size, rank
+        self._group = group
+        self.size = size
+        self.rank = rank
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
@@ -21,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fleet.errors import ConfigError, did_you_mean
 from fleet.job.axes import Axes
 from fleet.strategies._shared.parameter_layout import Layout, layout_of
+from fleet.strategies._shared.stages import on_some_stage
 from fleet.strategies.tensor_parallel.place import place_in
 from fleet.strategies.tensor_parallel.plan_styles import PlanStyle, read_style
 from fleet.strategies.tensor_parallel.planned_layers import cut, divide_layer, draw_from_own_stream
@@ -32,7 +31,7 @@ _PLAN = "tensor_parallel_configs['plan']"
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """One module of a model and what the plan says of it; ``pattern`` is what the user wrote."""
+    """One module of a model and its style in the plan; ``pattern`` is the user's pattern."""
 
     name: str
     module: nn.Module
@@ -45,7 +44,7 @@ class PlanEntry:
 
 @dataclass
 class ResolvedPlan:
-    """What a plan does to a model.
+    """The effect of a plan on a model.
 
     Attributes:
         entries: the modules that are changed, in the order of the model.
@@ -72,12 +71,13 @@ def read_plan(value: Any) -> dict[str, Any]:
 
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, Any], axes: Axes) -> ResolvedPlan:
-    """Returns what ``plan`` does to ``model`` on this worker; changes nothing.
+    """Returns the effect of ``plan`` on ``model`` on this worker; changes nothing.
 
     Raises:
-        ConfigError: a pattern matches nothing, or what cannot be divided; patterns disagree; a size does not divide.
+        ConfigError: a pattern matches nothing, or an indivisible module; patterns disagree; a size does not divide.
     """
-    degree, index = axes.size("mp"), axes.rank("mp")
+    degree = axes.size("mp")
+    index = axes.rank("mp")
     written = {pattern: style for pattern, style in plan.items() if style != AUTO}
     if wrong := [pattern for pattern in plan if plan[pattern] == AUTO and pattern != "*"]:
         raise ConfigError(f"{_PLAN}[{wrong[0]!r}] = 'auto': only '*' takes it, and means the plan of the model itself.")
@@ -94,14 +94,16 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, Any], axes: Axes) -> Resol
         elif entry.style.kind == "divide":
             resolved.numbers += _numbers(entry, degree)
     _add_tied(model, resolved, degree, index)
-    if not _on_some_stage([bool(resolved.layouts)], axes)[0]:
+    if not on_some_stage([bool(resolved.layouts)], axes)[0]:
         raise ConfigError(f"{_PLAN} divides no parameter of {type(model).__name__}. Name linear layers or embeddings.")
     return resolved
 
 
 def apply_plan(model: nn.Module, resolved: ResolvedPlan, axes: Axes) -> None:
     """Divides ``model`` in place; every worker of the mp axis calls it, for a part of the first one's weights."""
-    place, first = place_in(None, "plan"), axes.ranks("mp")[0]
+    place = place_in(None, "plan")
+    first = axes.ranks("mp")[0]
+    # A tied parameter is cut once, and every module that holds it gets its layout.
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -125,7 +127,7 @@ def apply_plan(model: nn.Module, resolved: ResolvedPlan, axes: Axes) -> None:
 
 
 def own_entries(model: nn.Module) -> list[PlanEntry]:
-    """Returns what the Hugging Face models in ``model`` say of themselves.
+    """Returns the entries of the plans that Hugging Face models in ``model`` bring along.
 
     Raises:
         ConfigError: there is no such model with a plan.
@@ -180,26 +182,16 @@ def _for_module(style: PlanStyle, module: nn.Module) -> PlanStyle:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    patterns, names = pattern.split("."), name.split(".")
+    patterns = pattern.split(".")
+    names = name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
 
 def _check_matched(model: nn.Module, patterns: list[str], matched: set[str], axes: Axes) -> None:
     """Raises ConfigError for a pattern that matches nothing on any stage."""
-    for pattern, known in zip(patterns, _on_some_stage([p in matched for p in patterns], axes), strict=True):
+    for pattern, known in zip(patterns, on_some_stage([p in matched for p in patterns], axes), strict=True):
         if not known:
             _refuse_unmatched(model, pattern)
-
-
-def _on_some_stage(flags: list[bool], axes: Axes) -> list[bool]:
-    """Returns which flags are set on a stage of the pipeline; every stage calls it."""
-    group = axes.group("pp")
-    if group is None or not flags:
-        return flags
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
 
 
 def _refuse_unmatched(model: nn.Module, pattern: str) -> None:
@@ -210,9 +202,7 @@ def _refuse_unmatched(model: nn.Module, pattern: str) -> None:
             f"{_PLAN}[{pattern!r}] matches the parameter {parameters[0]!r}; a pattern names modules: "
             f"{pattern.rpartition('.')[0]!r}."
         )
-    generic = list(
-        dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
-    )
+    generic = list(dict.fromkeys(map(generic_name, names)))
     near = did_you_mean(pattern, generic)
     raise ConfigError(
         f"{_PLAN}[{pattern!r}] matches no module of {type(model).__name__}.{near} A star stands for what is between "
@@ -234,9 +224,11 @@ def _check_overlap(entries: list[PlanEntry]) -> None:
 
 def _layouts(entry: PlanEntry, degree: int, index: int) -> dict[str, Layout]:
     """Returns the layouts of the parameters of a layer; raises where it cannot be divided."""
-    module, style = entry.module, entry.style
+    module = entry.module
+    style = entry.style
     _check_kind(entry)
     whole = tuple(module.get_parameter("weight").shape)
+    # torch's linear weight is (outputs, inputs), Conv1D's and an embedding's the reverse.
     outputs = 1 if _is_conv1d(module) or isinstance(module, nn.Embedding) and style.is_column else 0
     dim = outputs if style.is_column or style.kind == "vocab" else 1 - outputs
     _check_size(entry, whole[dim], degree)
@@ -248,7 +240,8 @@ def _layouts(entry: PlanEntry, degree: int, index: int) -> dict[str, Layout]:
 
 
 def _check_kind(entry: PlanEntry) -> None:
-    module, style = entry.module, entry.style
+    module = entry.module
+    style = entry.style
     is_embedding = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     if not is_embedding and type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
         reason = "a plan divides nn.Linear, nn.Embedding and Hugging Face's Conv1D, whose forward it knows"

@@ -2,7 +2,7 @@
 
 A plan can be wrong without an error: a model that counts on its whole number of heads may still find a shape for its
 part, and a fused weight that is cut in the wrong pieces gives numbers, too. So before the first forward, each divided
-layer gathers its weight once, computes as on one worker, and what the model returns must be equal.
+layer gathers its weight once, computes as on one worker, and the results of the model must be equal.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fleet.errors import ConfigError
 from fleet.strategies._shared.parts import is_part
 from fleet.strategies._shared.random_streams import TRACKER
+from fleet.strategies._shared.stages import on_any
 from fleet.strategies.tensor_parallel.place import ComparedLosses, CurrentJob
 from fleet.strategies.tensor_parallel.plan import ResolvedPlan, generic_name
 from fleet.strategies.tensor_parallel.planned_layers import planned
@@ -33,15 +34,16 @@ _OF_16_BITS = 0.1
 class FirstForward:
     """A forward pre-hook that runs once and raises where the divided model computes something else than the whole.
 
-    What is compared is the result of one module: the model, or on a stage of a pipeline each layer of the stage.
+    It compares the result of one module: the model, or on a stage of a pipeline each layer of the stage.
 
     Args:
         group: the workers that share the model.
-        resolved: what was done to it.
+        resolved: the plan that divided it.
     """
 
     def __init__(self, group: dist.ProcessGroup, resolved: ResolvedPlan) -> None:
-        self._group, self._resolved = group, resolved
+        self._group = group
+        self._resolved = resolved
         self.handle: RemovableHandle | None = None
 
     def __deepcopy__(self, memo: Any) -> FirstForward:
@@ -57,24 +59,27 @@ class FirstForward:
             return
         self.handle.remove()
         self.handle = None
+        # Sharding has divided the weights once more, and layers could not gather them.
         if any(is_part(parameter) for parameter in module.parameters()):
-            return  # sharding has divided the weights once more
-        found, failure = None, None
+            return
+        found = None
+        failure: Exception | None = None
         with _undisturbed(module):
             try:
                 with _results(module) as found_inside:
                     found = _on_copies(module, args, kwargs)
+            # Kept until the whole forward has run: its exchanges need every worker, and the plan may fail on some only.
             except (RuntimeError, ValueError, IndexError) as error:
                 failure = error
             with self._whole(module), _results(module) as expected_inside:
                 expected = _on_copies(module, args, kwargs)
         if failure is not None:
             raise ConfigError(_failed(module, failure)) from failure
-        if self._anywhere(_differ(expected, found)):
+        if any(on_any([_differ(expected, found)], self._group)):
             raise ConfigError(_another(module, expected_inside, found_inside))
 
     def watch(self, module: nn.Module) -> None:
-        """Makes the next forward of ``module`` the one that is compared."""
+        """Compares the next forward of ``module``."""
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
     @contextmanager
@@ -95,15 +100,9 @@ class FirstForward:
             for owner, attribute, part in self._resolved.numbers:
                 setattr(owner, attribute, part)
 
-    def _anywhere(self, flag: bool) -> bool:
-        device = torch.device("cuda") if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
-        total = torch.tensor([flag], dtype=torch.int32, device=device)
-        dist.all_reduce(total, group=self._group)
-        return bool(total.item())
-
 
 def _on_copies(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what ``module`` returns; an object that it would change, such as a cache of keys, is copied first."""
+    """Returns the result of ``module``; an object that it would change, such as a cache of keys, is copied first."""
 
     def fresh(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor | bool | int | float | str):
@@ -142,7 +141,7 @@ def _results(model: nn.Module) -> Iterator[list[tuple[str, tuple[int, ...], Tens
     handles = []
     for name, module in model.named_modules():
         if planned(module) is not None:
-            continue  # what is wrong is the code around it
+            continue  # a plan goes wrong in the code around a divided layer
 
         def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
@@ -174,8 +173,10 @@ def _apart(expected: Tensor, found: Tensor) -> bool:
         tolerance = _OF_16_BITS
     else:
         tolerance = _TOLERANCE.get(expected.dtype, _OF_16_BITS)
-    a, b = expected.double(), found.double()
-    a, b = a.masked_fill(~a.isfinite(), 0.0), b.masked_fill(~b.isfinite(), 0.0)
+    a = expected.double()
+    b = found.double()
+    a = a.masked_fill(~a.isfinite(), 0.0)
+    b = b.masked_fill(~b.isfinite(), 0.0)
     return bool((a - b).abs().max() > tolerance * a.abs().max())
 
 
@@ -215,7 +216,8 @@ def _raised_in(model: nn.Module, traceback: TracebackType | None) -> tuple[str, 
     names = {id(module): name for name, module in model.named_modules()}
     found: tuple[str, nn.Module] = ("", model)
     while traceback is not None:
-        code, owner = traceback.tb_frame.f_code, traceback.tb_frame.f_locals.get("self")
+        code = traceback.tb_frame.f_code
+        owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names and code.co_name == "forward" and planned(owner) is None:
             found = names[id(owner)], owner
         traceback = traceback.tb_next

@@ -1,4 +1,4 @@
-"""The words of a tensor-parallel plan: what ``"column"``, ``"row"``, ``"column:3"`` or ``"divide:n_heads"`` mean."""
+"""The words of a tensor-parallel plan: ``"column"``, ``"row"``, ``"column:3"``, ``"divide:n_heads"`` and others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fleet.errors import ConfigError, did_you_mean
 
-# What a plan may say of a module, and what is true then.
+# Each style of a module, with its meaning.
 STYLES = {
     "column": "the outputs of a linear layer are divided and stay so",
     "column_gather": "the outputs are divided, and gathered at once",
@@ -51,11 +51,11 @@ LINEAR = ("column", "column_gather", "row", "row_split")
 
 @dataclass(frozen=True)
 class PlanStyle:
-    """What a plan says of a module.
+    """The style of a module in a plan.
 
     Attributes:
         kind: a key of :data:`STYLES`.
-        pieces: into how many equal pieces the divided dimension falls before it is divided.
+        pieces: the number of equal pieces, each divided by itself, of the divided dimension.
         sections: the sizes of those pieces where they differ; ``()`` otherwise.
         attributes: the whole numbers to divide.
     """
@@ -84,7 +84,7 @@ def read_style(pattern: str, value: object) -> PlanStyle:
     """Returns the meaning of ``plan[pattern] = value``.
 
     Raises:
-        ConfigError: ``value`` is no style, or one that is not offered.
+        ConfigError: ``value`` is no style, or a style that is not offered.
 
     Example:
         >>> read_style("h.*.attn.c_attn", "column:3").pieces

@@ -1,7 +1,7 @@
 """Planned layers: torch's linear layers and embeddings, divided in place as a plan says.
 
 The module, its class and its ``nn.Parameter`` objects stay; the data of a parameter becomes this worker's part, and
-the module gets a ``forward`` of its own that exchanges what the parts need.
+the module instance gets a ``forward`` with the exchanges of the parts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ _ON_MODULE = "fleet_planned"
 
 
 class PlannedLayer:
-    """What a divided layer knows beside its parameters; a copy of the module shares it.
+    """The settings of a divided layer; a copy of the module shares them.
 
     Attributes:
-        style: what the plan says of the layer.
+        style: the style of the layer in the plan.
         transposed: whether the weight is (inputs, outputs), as in Hugging Face's Conv1D.
         layouts: the layout of each divided parameter, by its name.
         whole: while True, the layer computes with whole weights, which it gathers, as on one worker.
     """
 
     def __init__(self, style: PlanStyle, place: LayerPlace, layouts: dict[str, Layout], transposed: bool) -> None:
-        self.style, self.place, self.layouts, self.transposed = style, place, layouts, transposed
+        self.style = style
+        self.place = place
+        self.layouts = layouts
+        self.transposed = transposed
         self.whole = False
         weight = layouts["weight"]
         self.order: Tensor | None = None
@@ -49,7 +52,8 @@ class PlannedLayer:
     def parameter(self, module: nn.Module, name: str) -> Tensor | None:
         """Returns a parameter of ``module`` as the layer computes with it now: this worker's part, or whole."""
         value = module._parameters.get(name)
-        layout, group = self.layouts.get(name), self.place.group
+        layout = self.layouts.get(name)
+        group = self.place.group
         if value is None or layout is None or group is None or not self.whole:
             return value
         parts = gathered(value.detach(), group, 0).chunk(layout.parts)
@@ -62,7 +66,7 @@ class PlannedLayer:
 
 
 def planned(module: nn.Module) -> PlannedLayer | None:
-    """Returns what was recorded of a divided layer; ``None`` for any other module."""
+    """Returns the settings of a divided layer; ``None`` for any other module."""
     found: PlannedLayer | None = module.__dict__.get(_ON_MODULE)
     return found
 
@@ -84,7 +88,7 @@ def divide_layer(
 def cut(
     parameter: nn.Parameter, layout: Layout, holders: list[tuple[nn.Module, str]], place: LayerPlace, first: int
 ) -> None:
-    """Replaces the data of ``parameter`` by this worker's part of what worker ``first`` holds; the object stays.
+    """Replaces the data of ``parameter`` by this worker's part of worker ``first``'s data; the object stays.
 
     The node of the graph that adds to ``.grad`` keeps the shape it was made for as long as somebody, such as
     gradient_merge, holds it. Data of another type makes torch forget the node.
@@ -93,7 +97,8 @@ def cut(
         if place.group is not None:
             dist.broadcast(parameter.data, first, group=place.group)
         if parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            parameter.grad = None
             _replace(parameter, layout.part(parameter.data).contiguous())
             parameter.grad = layout.part(gradient).contiguous()
         else:
@@ -126,7 +131,7 @@ def draw_from_own_stream(module: nn.Module) -> None:
 
 
 def _orders(layout: Layout) -> tuple[Tensor, Tensor]:
-    """Returns which place of the parts, one after the other, each place of the whole has; and the reverse."""
+    """Returns, for each place of the whole, its place in the parts one after the other; and the reverse."""
     whole = torch.arange(layout.whole[layout.dim])
     flat = Layout(layout.axis, 0, layout.parts, 0, (len(whole),), layout.sections)
     back = torch.cat([flat.part(whole, index) for index in range(layout.parts)])
@@ -165,14 +170,17 @@ def _embedding_forward(self: nn.Module, ids: Tensor) -> Tensor:
 
 def _vocab_forward(self: nn.Module, ids: Tensor) -> Tensor:
     layer = cast(PlannedLayer, planned(self))
-    padding, weight = cast(nn.Embedding, self).padding_idx, layer.weight(self)
+    padding = cast(nn.Embedding, self).padding_idx
+    weight = layer.weight(self)
     if layer.whole:
         return F.embedding(ids, weight, padding)
-    rows, name = layer.layouts["weight"].whole[0], type(self).__name__
+    rows = layer.layouts["weight"].whole[0]
+    name = type(self).__name__
     check_ids(ids, (ids >= 0) & (ids < rows), rows, name, "id")
     local = ids - weight.shape[0] * layer.place.rank
     elsewhere = (local < 0) | (local >= weight.shape[0])
-    if padding is not None:  # its row gets no gradient
+    # F.embedding's padding_idx would name a row of this worker's part; the padding row must get no gradient.
+    if padding is not None:
         own = ids == padding
         found = F.embedding(local.masked_fill(elsewhere, 0), weight)
         found = torch.where(own.unsqueeze(-1), found.detach(), found)

@@ -43,7 +43,8 @@ def recompute_hybrid(ctx: Mapping[str, Any], function: Callable[..., Any], *args
             "Pass fleet.get_hybrid_communicate_group().get_model_parallel_group()."
         )
     group = place_in(ctx["mp_group"], "recompute_hybrid").group
-    partition, offload = bool(ctx.get("partition", False)), bool(ctx.get("offload", False))
+    partition = bool(ctx.get("partition", False))
+    offload = bool(ctx.get("offload", False))
     if not partition or group is None or not torch.is_grad_enabled():
         return run_segment(function, args, kwargs, None, None if offload else set())
     for place, value in enumerate(args):
@@ -56,7 +57,7 @@ def recompute_hybrid(ctx: Mapping[str, Any], function: Callable[..., Any], *args
 
 
 class SharedInputs(SegmentInputs):
-    """The inputs of a segment, of which each worker of a group keeps a share between forward and backward.
+    """The inputs of a segment; each worker of a group keeps a share of them between forward and backward.
 
     Args:
         args: positional inputs, equal on all workers; their tensors are shared.
@@ -67,7 +68,8 @@ class SharedInputs(SegmentInputs):
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, offload: bool) -> None:
         super().__init__(args, kwargs, set())
-        self._group, self._offload = group, offload
+        self._group = group
+        self._offload = offload
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the inputs, gathered."""
@@ -87,7 +89,9 @@ class _Share:
     """This worker's share of a tensor that all workers of a group have."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, offload: bool) -> None:
-        self._group, self._shape, self._requires_grad = group, tensor.shape, tensor.requires_grad
+        self._group = group
+        self._shape = tensor.shape
+        self._requires_grad = tensor.requires_grad
         own = tensor.detach().reshape(-1).chunk(group.size())[group.rank()].clone()
         self._own: Any = OnHost(own) if offload and worth_moving(own) else own
 

@@ -1,4 +1,4 @@
-"""Regions: what crosses the workers of a group between whole and divided activations, forward and in backward.
+"""Regions: the exchanges between whole and divided activations, in forward and in backward.
 
 Each function takes the tensor of this worker and a process group, and returns this worker's result; a group of one
 worker, or ``None``, changes nothing. Every one can be differentiated again.
@@ -11,7 +11,7 @@ reduce_from    sum over the group             the gradient
 scatter_to     own slice of a dimension       gather
 gather_from    gather                         own slice
 gather_reduce  gather                         reduce-scatter
-reduce_scatter sum, of which the own slice    gather
+reduce_scatter own slice of the sum           gather
 all_to_all     parts of one dimension for     the reverse exchange
                parts of another
 ============== ============================== ==============================
@@ -31,12 +31,9 @@ from torch.autograd import Function
 
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.exchange_names import named_exchange
+from fleet.strategies._gradients.flat import gather_into, sum_scatter_into
 
 Group: TypeAlias = "dist.ProcessGroup | None"
-
-# torch 2.13 renamed them and warns about the older names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_of(group: Any) -> Group:
@@ -50,9 +47,7 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
     It stands where a whole activation enters a divided region, in which each worker uses it for a part.
     """
-    if group is None or group.size() == 1:
-        return x
-    return applied(_Copy, x, group)
+    return _crossed(_Copy, x, group)
 
 
 def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
@@ -63,9 +58,7 @@ def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
         group: the workers.
         in_place: writes the sum into ``x``; only where no backward needs the value of ``x``.
     """
-    if group is None or group.size() == 1:
-        return x
-    return applied(_ReduceInPlace if in_place else _Reduce, x, group)
+    return _crossed(_ReduceInPlace if in_place else _Reduce, x, group)
 
 
 def scatter_to(x: Tensor, group: Group, dim: int = -1) -> Tensor:
@@ -74,10 +67,8 @@ def scatter_to(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     Raises:
         ConfigError: the dimension does not divide by the number of workers.
     """
-    if group is None or group.size() == 1:
-        return x
     _check_divides(x, group, dim, "scatter_to")
-    return applied(_Region, x, group, dim, own_slice, gathered)
+    return _crossed(_Region, x, group, dim, own_slice, gathered)
 
 
 def gather_from(x: Tensor, group: Group, dim: int = -1) -> Tensor:
@@ -85,16 +76,12 @@ def gather_from(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 
     Use it where all workers do the same with the result; :func:`gather_reduce` where they do not.
     """
-    if group is None or group.size() == 1:
-        return x
-    return applied(_Region, x, group, dim, gathered, own_slice)
+    return _crossed(_Region, x, group, dim, gathered, own_slice)
 
 
 def gather_reduce(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Returns the tensors of all workers one after the other along ``dim``; backward is a reduce-scatter."""
-    if group is None or group.size() == 1:
-        return x
-    return applied(_Region, x, group, dim, gathered, sum_slice)
+    return _crossed(_Region, x, group, dim, gathered, sum_slice)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -103,10 +90,8 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     Raises:
         ConfigError: the dimension does not divide by the number of workers.
     """
-    if group is None or group.size() == 1:
-        return x
     _check_divides(x, group, dim, "reduce_scatter")
-    return applied(_Region, x, group, dim, sum_slice, gathered)
+    return _crossed(_Region, x, group, dim, sum_slice, gathered)
 
 
 def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
@@ -118,10 +103,8 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tens
     Raises:
         ConfigError: the dimension that is cut does not divide by the number of workers.
     """
-    if group is None or group.size() == 1:
-        return x
     _check_divides(x, group, split_dim, "all_to_all")
-    return applied(_AllToAll, x, group, split_dim, concat_dim)
+    return _crossed(_AllToAll, x, group, split_dim, concat_dim)
 
 
 def applied(function: Any, *args: Any) -> Tensor:
@@ -129,8 +112,13 @@ def applied(function: Any, *args: Any) -> Tensor:
     return cast(Tensor, function.apply(*args))
 
 
-def _check_divides(x: Tensor, group: dist.ProcessGroup, dim: int, call: str) -> None:
-    if x.shape[dim] % group.size():
+def _crossed(function: Any, x: Tensor, group: Group, *args: Any) -> Tensor:
+    """Returns the result of ``function`` over ``group``; ``x`` itself where there is one worker."""
+    return x if group is None or group.size() == 1 else applied(function, x, group, *args)
+
+
+def _check_divides(x: Tensor, group: Group, dim: int, call: str) -> None:
+    if group is not None and x.shape[dim] % group.size():
         raise ConfigError(
             f"{call}: dimension {dim} of a tensor of shape {tuple(x.shape)} has size {x.shape[dim]}, which "
             f"{group.size()} workers cannot divide equally. Choose a size that is a multiple of {group.size()}."
@@ -149,7 +137,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Returns this worker's equal slice of ``x`` along ``dim``, with memory of its own."""
+    """Returns a copy of this worker's equal slice of ``x`` along ``dim``."""
     size = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
 
@@ -158,10 +146,11 @@ def gathered(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Returns the tensors of all workers of ``group`` along ``dim``."""
     if x.dim() == 0:
         raise ConfigError("a number has no dimension to gather along: give it one with unsqueeze(0).")
-    x, size = x.contiguous(), group.size()
+    x = x.contiguous()
+    size = group.size()
     whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
     with named_exchange("tensor_parallel", whole, "gather"):
-        _all_gather(whole, x, group=group)
+        gather_into(whole, x, group=group)
     return whole if dim in (0, -x.dim()) else torch.cat(whole.chunk(size), dim)
 
 
@@ -171,7 +160,7 @@ def sum_slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     whole = x.contiguous() if dim in (0, -x.dim()) else torch.cat(x.chunk(size, dim))
     part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
     with named_exchange("tensor_parallel", whole, "sum of slices"):
-        _reduce_scatter(part, whole, group=group)
+        sum_scatter_into(part, whole, group=group)
     return part
 
 
@@ -211,7 +200,7 @@ class _Reduce(Function):
         return applied(_Copy, gradients[0], ctx.group), None
 
 
-class _ReduceInPlace(Function):
+class _ReduceInPlace(_Reduce):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -222,17 +211,16 @@ class _ReduceInPlace(Function):
         ctx.mark_dirty(x)
         return x
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return applied(_Copy, gradients[0], ctx.group), None
-
 
 class _Region(Function):
     """Calls ``there`` in forward and ``back`` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, there: Any, back: Any) -> Tensor:
-        ctx.group, ctx.dim, ctx.there, ctx.back = group, dim, there, back
+        ctx.group = group
+        ctx.dim = dim
+        ctx.there = there
+        ctx.back = back
         return cast(Tensor, there(x, group, dim))
 
     @staticmethod
@@ -243,7 +231,9 @@ class _Region(Function):
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
+        ctx.group = group
+        ctx.split_dim = split_dim
+        ctx.concat_dim = concat_dim
         return exchanged(x, group, split_dim, concat_dim)
 
     @staticmethod

@@ -67,7 +67,7 @@ class AllGatherOp:
 
 
 class ReduceScatterOp:
-    """Adds up what the workers computed for the whole sequence and takes the own part; backward gathers."""
+    """Adds up the workers' results for the whole sequence and takes the own part; backward gathers."""
 
     @staticmethod
     def apply(input: Tensor, group: Any = None) -> Tensor:
@@ -187,9 +187,11 @@ def _linear_of_gathered(x: Tensor, weight: Tensor, bias: Tensor | None, group: d
     """Returns the product with the gathered ``x``; backward keeps ``x`` alone and gathers it again."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))  # what the product takes, so that backward needs no other copy
+        x = x.to(torch.get_autocast_dtype(device))  # the type of the product, so that backward needs no other copy
+    # autograd saves the gathered tensor, or a view of it, in F.linear: recognised by its memory, it is left out.
     whole = gather_reduce(x, group, 0)
-    part, place = x.detach(), whole.data_ptr()
+    part = x.detach()
+    place = whole.data_ptr()
 
     def pack(saved: Tensor) -> Any:
         if saved.data_ptr() != place or saved.numel() != whole_size or saved.dtype != part.dtype:
@@ -212,7 +214,7 @@ def _linear_of_gathered(x: Tensor, weight: Tensor, bias: Tensor | None, group: d
 def mark_as_sequence_parallel_parameter(parameter: Tensor) -> None:
     """Marks an undivided parameter that is used on a part: its gradient is then the sum over the mp axis.
 
-    It serves norms between the layers of this module, and what stands inside divided heads or columns.
+    It serves norms between the layers of this module, and parameters inside divided heads or columns.
 
     Example:
         >>> for parameter in torch.nn.LayerNorm(8).parameters():
@@ -246,7 +248,9 @@ class SummedGradient:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self._name, self._group, self._looks = name, group, 2
+        self._name = name
+        self._group = group
+        self._looks = 2
 
     def __call__(self, gradient: Tensor) -> Tensor:
         """Returns the sum."""
@@ -259,6 +263,7 @@ class SummedGradient:
         return total
 
     def _look(self, gradient: Tensor, total: Tensor, group: dist.ProcessGroup) -> None:
+        # Equal gradients on n workers make a sum of n times the own gradient. One message decides for all workers.
         norms = torch.stack([(total - group.size() * gradient).float().norm(), total.float().norm()])
         dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
         apart, norm = norms.tolist()

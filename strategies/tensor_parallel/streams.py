@@ -1,4 +1,4 @@
-"""The random streams of a job with divided layers: which seed each worker has, and dropout from a named stream."""
+"""The random streams of a job with divided layers: the seed of each worker, and dropout from a named stream."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def seed_streams(seed: int | None, axes: Axes | None, device: torch.device | Non
         seed = int(agreed)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"model_parallel_random_seed(seed={seed!r}) takes a whole number of at least 0, or None.")
+    # The global stream is the same on all: masks of undivided activations must be equal along mp.
     tracker.reset()
     place = 0 if axes is None else axes.rank("mp") * axes.size("pp") + axes.rank("pp")
     tracker.add(STREAM, seed + 1 + place)

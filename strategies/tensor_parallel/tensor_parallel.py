@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
+from fleet.strategies._declare.degrees import degrees_or_none
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.optimizer_kinds import check_parts_of_model
 from fleet.strategies._declare.strategy import Guide, Stage, StepCounter, top_level
@@ -45,7 +46,7 @@ class TensorParallelConfig(Config, option="tensor_parallel_configs"):
     )
 
     def __post_init__(self) -> None:
-        """Takes ``"auto"`` for a plan, too."""
+        """Reads ``"auto"`` as a plan, too."""
         asked: object = self.plan
         if isinstance(asked, str):
             from fleet.strategies.tensor_parallel.plan import read_plan
@@ -63,6 +64,7 @@ class TensorParallelSettings(Config, owner="tensor_parallel"):
         list(_EVERY_NAME),
         "undivided parameters whose names, as in model.named_parameters(), contain one of these are kept equal as "
         "hybrid_configs['mp_configs'] asks; the default stands for all of them",
+        shows="hybrid_configs.mp_configs.sync_param_name",
     )
 
 
@@ -117,13 +119,31 @@ class TensorParallel(StepCounter):
         from fleet.strategies.tensor_parallel.place import CurrentJob
 
         if CurrentJob.axes is self._axes:
-            CurrentJob.axes, CurrentJob.recompute_allgather = None, False
+            CurrentJob.axes = None
+            CurrentJob.recompute_allgather = False
             TRACKER.reset()
 
     @classmethod
     def chosen(cls, options: Values) -> bool:
         """Returns whether the switch is on or a tensor-parallel degree is above 1."""
         return bool(options["tensor_parallel"] or options["hybrid_configs"].mp_degree > 1)
+
+    @classmethod
+    def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
+        """Returns the effects on the model and on the optimizer; none with a degree of 1."""
+        if cls.notes(options, world_size):
+            return "keeps all weights: mp_degree is 1", ""
+        return cls.model_effect, cls.optimizer_effect
+
+    @classmethod
+    def notes(cls, options: Values, world_size: int) -> tuple[str, ...]:
+        """Returns the remark that a degree of 1 divides no layer."""
+        degrees = degrees_or_none(options, world_size)
+        if degrees is None or degrees["mp"] > 1:
+            return ()
+        return (
+            "tensor_parallel changes nothing: hybrid_configs['mp_degree'] is 1, so every worker holds all weights.",
+        )
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when several workers are to share a model in which nothing is divided."""
@@ -136,7 +156,7 @@ class TensorParallel(StepCounter):
             self._check_optimizers(model, self._resolved)
             return
         divided = int(any(layout.axis == "mp" for layout in layouts_in(model).values()))
-        if self._axes.size("pp") > 1:  # a stage without divided layers is in order when another has some
+        if self._axes.size("pp") > 1:  # a stage without divided layers is right when another stage has some
             total = torch.tensor([divided], dtype=torch.int32, device=self.job.device)
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self._axes.group("pp"))
             divided = int(total)
@@ -171,7 +191,7 @@ class TensorParallel(StepCounter):
             apply_plan(model, self._resolved, self._axes)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns ``model``; what every worker of the mp axis holds whole is now equal, and so will its inputs be."""
+        """Returns ``model``; undivided parameters are now equal on the mp axis, and its inputs will be."""
         group = self._axes.group("mp")
         if group is None:
             return model
@@ -193,7 +213,7 @@ class TensorParallel(StepCounter):
         return model
 
     def wrap_steps(self, optimizer: Optimizer) -> Optimizer:
-        """Returns an optimizer that checks and keeps equal what every worker of the mp axis holds whole."""
+        """Returns an optimizer that checks undivided parameters and keeps them equal on the mp axis."""
         group = self._axes.group("mp")
         if group is None:
             return optimizer
@@ -212,11 +232,8 @@ class TensorParallel(StepCounter):
 
 
 def _mark_again(model: nn.Module) -> None:
-    """Puts on parameters what their modules know of them; a deep copy leaves parameters bare."""
-    from fleet.strategies.tensor_parallel.sequence import (
-        RowSequenceParallelLinear,
-        mark_as_sequence_parallel_parameter,
-    )
+    """Marks parameters again from the notes of their modules; a deep copy drops attributes of parameters."""
+    from fleet.strategies.tensor_parallel.sequence import RowSequenceParallelLinear, mark_as_sequence_parallel_parameter
 
     mark_parts(model)
     for module in model.modules():
@@ -254,7 +271,7 @@ def _nothing_divided(model: nn.Module, degree: int) -> str:
 
 
 def _refuse_whole_state(optimizer: Optimizer, state: Any, shape: Sequence[int]) -> None:
-    """Raises ConfigError where ``state`` has a tensor of ``shape``, that of a whole parameter."""
+    """Raises ConfigError where ``state`` has a tensor of ``shape``, the shape of a whole parameter."""
     kept = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.dim()]
     if any(tuple(state[name].shape) == tuple(shape) for name in kept):
         raise ConfigError(

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.flat import average, broadcast_from_rank_0, chunks, flattened
-from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
+from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, followed_by
 from fleet.strategies._shared.parameter_layout import layout_of, layouts_in
 from fleet.strategies._shared.parts import local
 from fleet.strategies.tensor_parallel.equal_inputs import Occasions
 
 _FIRST = 2  # updates whose gradients are compared; later ones where their number is a power of two
-# What two workers may get for one gradient, beside its norm or a share of the norm of all: some kernels of a GPU add
-# up in any order. A gradient that lacks the other workers' terms differs by about its own norm.
+# The allowed distance between two workers' gradients, relative to the norm, or to a share of the norm of all: some
+# kernels of a GPU add up in any order. A gradient that lacks the other workers' terms differs by about its own norm.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _OF_16_BITS = 0.05
 _SHARE = 1e-4
@@ -40,13 +40,13 @@ def is_whole(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Upkeep:
-    """What is made equal at a step, as ``hybrid_configs['mp_configs']`` says.
+    """The values to make equal at a step, as ``hybrid_configs['mp_configs']`` says.
 
     Attributes:
-        gradients: before each step.
-        parameters: after it.
+        gradients: the gradients, before each step.
+        parameters: the parameters, after it.
         moments: the optimizer's state, after it.
-        averages: by the mean over the workers, and not by the first worker's value.
+        averages: take the mean over the workers, and not the first worker's value.
         parts_of_names: acts on parameters whose names contain one of these; empty for all whole parameters.
     """
 
@@ -58,25 +58,23 @@ class Upkeep:
 
 
 class EqualOptimizer(OptimizerWrapper):
-    """Steps the optimizer inside; checks the gradients of whole parameters, and keeps equal what :class:`Upkeep` says.
+    """Steps the optimizer inside; checks the gradients of whole parameters, and applies :class:`Upkeep`.
 
     Args:
         optimizer: the optimizer inside.
         group: the workers of the mp axis.
-        upkeep: what is kept equal.
+        upkeep: the values to keep equal.
         names: returns the name of every parameter of the wrapped models.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        group: dist.ProcessGroup,
-        upkeep: Upkeep,
-        names: Callable[[], Mapping[Tensor, str]],
+        self, optimizer: Optimizer, group: dist.ProcessGroup, upkeep: Upkeep, names: Callable[[], Mapping[Tensor, str]]
     ) -> None:
         super().__init__(optimizer)
         self._group: dist.ProcessGroup | None = group
-        self._upkeep, self._names, self._occasions = upkeep, names, Occasions(_FIRST)
+        self._upkeep = upkeep
+        self._names = names
+        self._occasions = Occasions(_FIRST)
         self._acts_on: list[Tensor] = []
         self._known = -1
 
@@ -90,20 +88,13 @@ class EqualOptimizer(OptimizerWrapper):
             return super().step(closure)
         if closure is None:
             self._before()
-            result = super().step()
-        else:
-
-            def computed() -> float:
-                loss = closure()
-                self._before()
-                return loss
-
-            result = super().step(computed)
+        result = super().step(None if closure is None else followed_by(closure, self._before))
         self._after(self._group)
         return result
 
     def _before(self) -> None:
-        group, upkeep = self._group, self._upkeep
+        group = self._group
+        upkeep = self._upkeep
         assert group is not None
         whole = [p for p in self.parameters() if is_whole(p)]
         # A step that merges its gradients with later ones has none left to look at.
@@ -129,7 +120,8 @@ class EqualOptimizer(OptimizerWrapper):
         if self._known != len(parameters):
             self._known = len(parameters)
             whole = [p for p in parameters if is_whole(p)]
-            parts, names = self._upkeep.parts_of_names, self._names()
+            parts = self._upkeep.parts_of_names
+            names = self._names()
             self._acts_on = [p for p in whole if not parts or any(part in names.get(p, "") for part in parts)]
             if whole and not self._acts_on:
                 known = ", ".join(repr(names[p]) for p in whole[:8] if p in names)
@@ -168,6 +160,7 @@ def check_gradients(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGrou
     if not dense:
         return
     device = local(dense[0][1]).device
+    # First who has a gradient: the exchange of values needs the same list on every worker.
     there = torch.tensor([p.grad is not None for _, p in dense], dtype=torch.int32, device=device)
     dist.all_reduce(there, group=group)
     counts = there.tolist()
@@ -198,7 +191,7 @@ def check_gradients(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGrou
 
 
 def _distances(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Returns, for each gradient, how far it is from that of the first worker, and the norm of that one."""
+    """Returns, for each gradient, its distance from the first worker's, and the norm of the first worker's."""
     order = {id(g): place for place, g in enumerate(gradients)}
     found = torch.zeros(2, len(gradients), dtype=torch.float64)
     for chunk in chunks(gradients):

@@ -131,7 +131,7 @@ def test_a_dataset_reads_what_a_generator_writes(samples: list[tuple[list[int], 
     """B.7: the round trip through the text form."""
     import numpy as np
 
-    from fleet.dataset._text import TextForm, parse
+    from fleet.dataset.text import TextForm, parse
 
     generator = MultiSlotDataGenerator()
     text = "".join(generator._gen_str([("words", words), ("price", [price])]) for words, price in samples)

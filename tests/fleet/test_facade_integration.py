@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fleet
-from fleet.errors import OptionWarning
+from fleet.errors import ConfigError, OptionWarning
 from tests.helpers.workers import free_ports, run_workers, worker_environment
 
 
@@ -113,11 +113,16 @@ def model_alone(rank: int, world_size: int) -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.full((1, 2), float(rank))).sum().backward()
     optimizer.step()
+    x = torch.ones(3, 2)
+    exported = torch.export.export(model.module.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
+    with pytest.raises(ConfigError, match="Record the module inside"):
+        torch.export.export(model, (x,))
     return net.weight.detach().clone()
 
 
 def test_model_without_optimizer_exchanges() -> None:
-    """003-22: with data parallel only, the wrapped model alone keeps the workers equal."""
+    """003-22, 003-31: with data parallel only, the wrapped model alone keeps workers equal; it exports as on one."""
     first, second = run_workers(model_alone, 2, backend=None)
     torch.testing.assert_close(first, second, atol=0, rtol=0)
 

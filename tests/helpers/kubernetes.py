@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from fleet.errors import UnsupportedOptionError
-from fleet.k8s._paddle_job import read_job
-from fleet.k8s._render import TARGETS, render
+from fleet.k8s.paddle_job import read_job
+from fleet.k8s.render import TARGETS, render
 from tests.helpers.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -127,7 +127,7 @@ def job_templates(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def golden_text(name: str, target: str) -> str:
     """Returns the translation of an example as text; a refusal is its message."""
-    from fleet.k8s._yaml import write_documents
+    from fleet.k8s.yaml import write_documents
 
     try:
         made = render(read_job(example(name)), target)

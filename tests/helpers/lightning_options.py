@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[str, Callable[[str], Any]]] = {
     "layer sync": ("OtherSync changes layers", lambda _: _fit({}, plugins=[OtherSync()])),
     "averages of parts": (
         "copies whole parameters",
-        lambda _: _fit(sharding(2), callbacks=[callbacks.EMAWeightAveraging()]),
+        lambda _: _fit(sharding(3), callbacks=[callbacks.EMAWeightAveraging()]),
     ),
     "manual on parts": ("automatic_optimization = False", lambda _: _fit(sharding(3), Manual())),
     "two optimizers": ("find_unused_parameters = True", lambda _: _fit({}, Adversarial())),

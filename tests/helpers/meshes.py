@@ -205,13 +205,9 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def loss_of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same where each worker has some of the tokens."""
-    from fleet import meta_parallel as mpu
-
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-    found: Tensor = mpu.sequence_mean(total, labels.numel())
-    return found
+def loss_of_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """The same where each worker has some of the tokens: the sum over them, and their number."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel()
 
 
 def plain_model(mesh: Mesh) -> nn.Module:
@@ -319,8 +315,14 @@ def fleet_model(mesh: Mesh) -> nn.Module:
 
 
 def loss_of(mesh: Mesh) -> Any:
-    """Returns the loss function of a mesh."""
+    """Returns the loss function that a pipeline of the mesh is given."""
     return loss_fn if exchange_of(mesh) is None else loss_of_tokens
+
+
+def loss_in_loop(mesh: Mesh, logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss on which a loop of the mesh calls backward."""
+    found = loss_of(mesh)(logits, labels)
+    return fleet.mean(*found) if isinstance(found, tuple) else found
 
 
 def parts_of(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -408,7 +410,7 @@ def one_step(mesh: Mesh, model: Any, stepper: Any, part: tuple[Tensor, ...]) -> 
     """Takes a step on inputs and labels; returns the loss."""
     if not mesh.plain_loop:
         return float(model.train_batch(part, stepper))
-    loss = loss_of(mesh)(model(part[0]), part[1])
+    loss = loss_in_loop(mesh, model(part[0]), part[1])
     loss.backward()
     stepper.step()
     stepper.zero_grad()

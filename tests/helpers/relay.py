@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 
 Change = Callable[[bytes], bytes]
 

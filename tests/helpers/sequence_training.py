@@ -134,7 +134,7 @@ def on_mesh(rank: int, world_size: int, degrees: dict[str, int], kind: str) -> d
     for tokens, labels in zip(*rows(), strict=True):
         part = split({"tokens": tokens[own], "labels": labels[own]})
         logits = wrapped(part["tokens"], parallel.sequence_positions(TOKENS))
-        loss = parallel.sequence_mean(summed_loss(logits, part["labels"]), (part["labels"] != -100).sum())
+        loss = fleet.mean(summed_loss(logits, part["labels"]), (part["labels"] != -100).sum())
         wrapped.zero_grad()
         loss.backward()
         if not gradients:

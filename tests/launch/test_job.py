@@ -374,22 +374,24 @@ def test_a_long_argument_delays_neither_the_start_nor_a_signal(tmp_path: Path) -
 
 
 def test_a_folder_of_another_launcher_with_this_pod_id_is_not_shared(tmp_path: Path) -> None:
-    config = replace(read(), scratch_path=tmp_path)
-    taken = pytest.raises(LaunchError, match=f"Another launcher of this job has the pod id {config.pod_id}")
+    config = read()
+    config = replace(config, pod=replace(config.pod, scratch_path=tmp_path))
+    taken = pytest.raises(LaunchError, match=f"Another launcher of this job has the pod id {config.pod.id}")
     with taken, _job._scratch_folder(config):
         pass
     assert tmp_path.is_dir()
 
 
 def test_the_secret_is_printed_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(read("--nnodes=2"), scratch_path=tmp_path)
+    config = read("--nnodes=2")
+    config = replace(config, pod=replace(config.pod, scratch_path=tmp_path))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert _job._secret_path(config) is None
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    assert _job._secret_path(replace(config, secret_is_users=True)) is None
+    assert _job._secret_path(replace(config, pod=replace(config.pod, secret_is_users=True))) is None
     path = _job._secret_path(config)
     assert path is not None
-    assert (path.read_text(), path.stat().st_mode & 0o777) == (f"{config.secret}\n", 0o600)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (f"{config.pod.secret}\n", 0o600)
 
 
 def test_worker_environment(tmp_path: Path) -> None:

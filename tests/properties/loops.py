@@ -64,8 +64,8 @@ class Loop:
     update; the batches in ``skipped`` run forward only; the rate is halved every ``halved_every`` batches;
     ``clears_first`` says that each turn clears the gradients of its models before its backward pass; ``hook`` comes
     before each update, registered on the optimizer before it is wrapped, ``parameter_hook`` after each gradient,
-    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss; only the
-    draws of invariants take what ``tries_invariants``.
+    registered on the parameters before they are wrapped; ``weight`` is a factor for each loss; with ``leaves_zeros``
+    a gradient that was there once stays, as zeros; only the draws of invariants take what ``tries_invariants``.
     """
 
     run: Callable[[Job], None]
@@ -77,6 +77,7 @@ class Loop:
     hook: Callable[..., None] | None = None
     parameter_hook: Callable[[Any], None] | None = None
     weight: Callable[[Tensor, list[Any]], float] | None = None
+    leaves_zeros: bool = False
     tries_invariants: bool = False
 
 
@@ -127,7 +128,7 @@ def model_zero_grad(job: Job) -> None:
         turn.step()
 
 
-@loop(clears_first=True)
+@loop(clears_first=True, leaves_zeros=True)
 def filled_with_zeros(job: Job) -> None:
     for number, turn in job:
         loss = turn.loss(number)

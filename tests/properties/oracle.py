@@ -180,7 +180,8 @@ class Oracle:
     def update(self, worker: Worker, place: int, window: Gradients, sparse: set[int], rate: float) -> None:
         optimizer, parameters = worker.optimizers[place], worker.parameters(place)
         for i, p in enumerate(parameters):
-            p.grad = window.get(i)
+            left = torch.zeros_like(p) if self.loop.leaves_zeros and p.grad is not None else None
+            p.grad = window.get(i, left)
         if self.loop.clip is not None:
             nn.utils.clip_grad_norm_(parameters, self.loop.clip)
         group = optimizer.param_groups[0]

@@ -87,6 +87,16 @@ def test_all_compositions_in_which_an_invariant_is_at_stake() -> None:
     check(run(range(INVARIANT, ALL_INVARIANT), seed=0, drawn=invariant))
 
 
+FOUND_ONCE = (1324, 711, 1465, 560, 717, 2223, 3177)
+"""Draws of invariants that found a fault: plain modules under gradient merge, a head outside of forward whose sum was
+divided too late, an oracle that dropped gradients of zeros, momentum that one kernel missed, and a conversion inside of
+a window of batches."""
+
+
+def test_draws_that_found_a_fault_once() -> None:
+    check(run(FOUND_ONCE, seed=0, drawn=invariant))
+
+
 def test_the_plans_reach_everything() -> None:
     made = [planned(i, 0) for i in range(ALL_PLANNED)]
     assert {one.model for one in made} == {*PLANS}

@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 import fleet
 from fleet.job.axes import Axes
-from fleet.meta_parallel import sequence_mean
 from tests.helpers.toy_mesh import WIDTH, Toy, batch, own_rows, whole_parameters
 from tests.strategies._shared.norm_jobs import init
 
@@ -64,7 +63,7 @@ def train(axes: Axes, switch: str) -> dict[str, Any]:
         tensors = [own_rows(tensor, axes) for tensor in batch(step)]
         parts = axes.size("sep", "cp")
         x, y = (tensor.chunk(parts)[axes.rank("sep", "cp")] for tensor in tensors)
-        loss = sequence_mean(cross_entropy(model(x), y, reduction="sum"), len(x))  # as for tokens of one sequence
+        loss = fleet.mean(cross_entropy(model(x), y, reduction="sum"), len(x))  # as for tokens of one sequence
         loss.backward()
         losses.append(float(loss.detach()) / parts / axes.data_replicas)
         optimizer.step()

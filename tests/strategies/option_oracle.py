@@ -56,7 +56,7 @@ TOP_LEVEL = [
     ("adam_d2sum", False, True, "does"),
     ("split_data", True, False, "warns"),
     ("sparse_table_configs", {}, {"emb": {"shard_num": 10}}, "does"),
-    ("fleet_desc_configs", {}, {"emb": {"shard_num": 10}}, "refused"),
+    ("fleet_desc_configs", {}, {"emb": {"sparse_optimizer": "adagrad"}}, "does"),
     ("hybrid_parallel_order", ["dp", "pp", "sharding", "sep", "cp", "mp"],
      ["pp", "dp", "sharding", "sep", "cp", "mp"], "does"),
     ("sync_param_name", ["embedding", "layer_norm", ".b_"], ["norm"], "does"),
@@ -218,6 +218,8 @@ KEYS = {
         ("publish", "", "folder:/tmp/rows", "does"),  # not in Fleet
         ("publish_every_s", 1.0, 0.5, "does"),  # not in Fleet
         ("publish_values", "float32", "int8", "does"),  # not in Fleet
+        ("sparse_modules", [], ["embedding.*"], "does"),  # not in Fleet
+        ("unbounded_modules", [], ["ids"], "does"),  # not in Fleet
         ("wire", "float32", "int8", "does"),  # not in Fleet
         ("runtime_split_send_recv", False, True, "warns"),
         ("launch_barrier", True, False, "does"),

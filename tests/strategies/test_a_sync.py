@@ -16,8 +16,8 @@ from fleet.job.job import Job
 from fleet.job.start import new_session
 from fleet.options import DistributedStrategy
 from fleet.paddle.strategy_factory import StrategyFactory
-from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.role_maker.record import RoleRecord
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies._shared.served_optimizer import SERVERS, ServedOptimizer
 from fleet.strategies.a_sync import ASync, is_hybrid, ps_mode

@@ -108,6 +108,25 @@ def test_states_go_both_ways(kind: str) -> None:
     torch.testing.assert_close(model.state_dict(), net.state_dict(), atol=1e-6, rtol=1e-5)
 
 
+def test_a_parameter_may_be_used_late() -> None:
+    """A.4 fuse_all_optimizer_ops: some parameters have momentum, and others get their first gradient."""
+    net = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    plain = copy.deepcopy(net)
+    for layers, fuse in ((plain, False), (net, True)):
+        optimizer: Any = torch.optim.SGD(layers.parameters(), 0.1, momentum=0.9)
+        if fuse:
+            strategy = fleet.DistributedStrategy()
+            strategy.build_strategy.fuse_all_optimizer_ops = True
+            fleet.init(is_collective=True, strategy=strategy)
+            optimizer = fleet.distributed_optimizer(optimizer)
+        for number in range(4):
+            optimizer.zero_grad()
+            sum(layer(torch.ones(1, 3)).square().sum() for layer in layers[: 1 + number // 2]).backward()
+            optimizer.step()
+        assert not fuse or optimizer.param_groups[0]["fused"]
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
+
+
 def test_a_new_group_is_fused_too() -> None:
     """A.4 fuse_all_optimizer_ops: groups that come later, and a scheduler that holds the user's optimizer."""
     model, optimizer = start(KINDS["adam"])

@@ -167,17 +167,17 @@ def count_bytes(rank: int, world_size: int) -> dict[str, int]:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     model = fleet.distributed_model(net)
     counted = [0]
-    real_reduce, real_gather = torch.distributed.all_reduce, dgc.all_gather_flat
+    real_reduce, real_gather = torch.distributed.all_reduce, dgc.gather_into
 
     def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counted[0] += tensor.numel() * tensor.element_size()
         return real_reduce(tensor, *args, **kwargs)
 
-    def gather(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> Any:
+    def gather(out: torch.Tensor, tensor: torch.Tensor, **kwargs: Any) -> Any:
         counted[0] += tensor.numel() * tensor.element_size()
-        return real_gather(out, tensor, group)
+        return real_gather(out, tensor, **kwargs)
 
-    torch.distributed.all_reduce, dgc.all_gather_flat = reduce, gather
+    torch.distributed.all_reduce, dgc.gather_into = reduce, gather
     found = {}
     for name in ("dense", "sparse"):
         counted[0] = 0
@@ -185,7 +185,7 @@ def count_bytes(rank: int, world_size: int) -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
         found[name] = counted[0]
-    torch.distributed.all_reduce, dgc.all_gather_flat = real_reduce, real_gather
+    torch.distributed.all_reduce, dgc.gather_into = real_reduce, real_gather
     return found
 
 

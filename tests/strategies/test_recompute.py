@@ -11,8 +11,9 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError
+from fleet.strategies._shared.module_names import check_patterns
 from fleet.strategies._shared.segments import OnHost, SegmentInputs, recompute, recompute_sequential
-from fleet.strategies.recompute import Recompute, RecomputeConfig, check_patterns
+from fleet.strategies.recompute import Recompute, RecomputeConfig
 from tests.helpers.workers import run_workers
 
 
@@ -129,7 +130,7 @@ def test_unknown_names_raise_with_the_nearest() -> None:
         applied(net, "layer0", "layerr1")
     assert "forward" not in net.layer0.__dict__
     with pytest.raises(ConfigError, match="Modules: layer0, layer0.conv"):
-        check_patterns(net, ("x",), None)
+        check_patterns(net, ("x",), "checkpoints", None)
     strategy = fleet.DistributedStrategy()
     strategy.recompute = True
     with pytest.raises(ConfigError, match="checkpoints"):

@@ -256,7 +256,6 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
     for number in (2, 3):
         found[f"sparse, {number}"] = refusal(stage(number), lambda: embeddings(distributed=True))
         found[f"hidden, {number}"] = refusal(stage(number), run_hidden)
-        found[f"shared, {number}"] = refusal(stage(number), lambda: shared(distributed=True, together=True))
         found[f"twice, {number}"] = refusal(stage(number), wrap_twice)
         found[f"memory, {number}"] = refusal(stage(number), lambda: train(one_memory()))
         found[f"drawn, {number}"] = refusal(
@@ -267,6 +266,10 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         found[f"script, {number}"] = refusal(
             stage(number), lambda: fleet.distributed_model(nn.Sequential(torch.jit.script(nn.Linear(4, 1))))
         )
+    found["shared, 3"] = refusal(stage(3), lambda: shared(distributed=True, together=True))
+    for kind, together in (("together", True), ("apart", False)):
+        start(stage(2))
+        found[f"{kind}, 2"] = shared(distributed=True, together=together)
     found["twice, merge"] = refusal(MERGE, wrap_twice)
     return found
 
@@ -293,10 +296,13 @@ def test_two_workers_equal_one_process_or_refuse() -> None:
             assert "two parameters in the same memory" in found[f"memory, {number}"]
             assert found[f"drawn, {number}"] == ""
             assert "'0' has sparse=True" in found[f"sparse, {number}"]
-            assert "forward() returned SimpleNamespace" in found[f"hidden, {number}"]
-            assert "'0' is a compiled script" in found[f"script, {number}"]
-            assert "belongs to a model that was divided before" in found[f"shared, {number}"]
             assert "distributed_model() was already called for this module" in found[f"twice, {number}"]
+        assert "forward() returned SimpleNamespace" in found["hidden, 3"]
+        assert "'0' is a compiled script" in found["script, 3"]
+        assert "belongs to a model that was divided before" in found["shared, 3"]
+        assert found["hidden, 2"] == found["script, 2"] == ""
+        for kind, together in (("together", True), ("apart", False)):
+            torch.testing.assert_close(found[f"{kind}, 2"], shared(False, together=together), rtol=1e-5, atol=1e-6)
         assert "gradient_merge acts in it" in found["twice, merge"]
 
 

@@ -69,7 +69,7 @@ class Asked:
     """The user's choices for a source.
 
     Attributes:
-        key: the entry that the tensors of a source without entries become; ``None`` for the usual one.
+        key: the entry for the tensors of a source without entries; ``None`` for the usual one.
         names: new names of parameters, each with its name in the source.
         in_order: whether the numbers of an optimizer follow the order of the model's parameters.
     """
@@ -99,12 +99,12 @@ def _declared(path: Path) -> Format:
 def open_state(
     path: str, key: str | None = None, names: Mapping[str, str] | None = None, in_order: bool = False
 ) -> WholeState:
-    """Returns the state in ``path``, of whichever format it is.
+    """Returns the state in ``path``, in any of the known formats.
 
     Args:
         path: a file, a folder, or the address of a remote Fleet checkpoint.
-        key: of a source with entries, the one to take; of another, the entry that its tensors become.
-        names: names of parameters that the state shall have, and what each is called in ``path``.
+        key: the entry to select; the new entry for the tensors of a source without entries.
+        names: new names of parameters, each with its name in ``path``.
         in_order: the numbers of a torch optimizer without names follow the order of the model's parameters.
 
     Raises:

@@ -1,22 +1,29 @@
 """Pickles of known classes, read by an interpreter of their instructions that can make plain data and nothing else.
 
 [Note: Why no code runs]
-A pickle is a program for a small stack machine. Python's own machine imports what the program names and calls it. This
-one imports nothing: a name is looked up in a table, and stands for a function of this package or for plain data. A name
-that is not in the table, an instruction that is not in it, and anything that is not of the expected form end the read.
+A pickle is a program for a small stack machine. Python's own machine imports the names in the program and calls them.
+This one imports nothing: a name is looked up in a table, and stands for a function of this package or for plain data.
+An unknown name, an unknown instruction and any unexpected form end the read.
 
-SavedTensors of the instructions: the module ``pickletools`` of the standard library, which is also what splits them.
+A name for a value may stand in the file again and again, so little text can mean much: the size of the file limits the
+results of functions, and the unfolded whole.
+
+Source of the instructions: the module ``pickletools`` of the standard library, which also splits them.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
+from functools import partialmethod
 from typing import IO, Any
 
+from fleet.checkpoint.conversion.unfolded import check_unfolded, most_of
 from fleet.errors import CheckpointError
 
 _MARK = object()
+_MOST_BITS = 1024
+_LONGEST_KEY = 64
 # Instructions whose argument is the value.
 _CONSTANTS = (
     "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE",
@@ -29,18 +36,19 @@ class Opaque:
     """An instance of a class of the format, as plain data.
 
     Attributes:
-        kind: the name that the table gives its class.
-        arguments: what it was made with.
-        state: what was stored of it; ``None`` without any.
+        kind: the name of its class in the table.
+        arguments: the arguments of its constructor.
+        state: its stored state, or ``None``.
     """
 
     def __init__(self, kind: str, arguments: tuple[Any, ...]) -> None:
-        self.kind, self.arguments = kind, arguments
+        self.kind = kind
+        self.arguments = arguments
         self.state: Any = None
 
 
 class Named:
-    """What a name of the table stands for: a class of the format, or a function of this package that is called."""
+    """The stand-in for a name in the table: a class of the format, or a function of this package that is called."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -51,33 +59,39 @@ def opaque(kind: str) -> Named:
     return Named(lambda *arguments: Opaque(kind, arguments))
 
 
-def read_pickle(data: bytes | IO[bytes], known: Mapping[tuple[str, str], Any], label: str) -> Any:
+def read_pickle(data: bytes | IO[bytes], known: Mapping[tuple[str, str], Any], label: str, num_bytes: int = 0) -> Any:
     """Returns the plain data that ``data`` describes, without running anything of it.
 
     Args:
         data: the pickle, of any protocol, or an open file that stands at its start.
-        known: what each name that may stand in it is, by module and name: a :class:`Named`, or a value.
+        known: the stand-in for each allowed name, by module and name: a :class:`Named`, or a value.
         label: how errors name the file.
+        num_bytes: the size of an open file.
 
     Raises:
-        CheckpointError: it names something that is not in ``known``, has an instruction that the format never has, or
-            is damaged.
+        CheckpointError: it has a name that is not in ``known``, or an instruction that the format never has, is
+            damaged, or unfolds to far more than so many bytes can hold.
 
     Example:
         >>> read_pickle(b"(I1\\nI2\\nt.", {}, "numbers.pkl")
         (1, 2)
     """
+    num_bytes = len(data) if isinstance(data, bytes) else num_bytes
     try:
-        return _Machine(known, label).run(data)
+        found = _Machine(known, label, most_of(num_bytes)).run(data)
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{label} is damaged, or no pickle ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(f"{label} is damaged, or no pickle ({type(error).__name__}: {error!s:.200}).") from error
+    check_unfolded(found, num_bytes, label)
+    return found
 
 
 class _Machine:
-    def __init__(self, known: Mapping[tuple[str, str], Any], label: str) -> None:
-        self._known, self._label = known, label
+    def __init__(self, known: Mapping[tuple[str, str], Any], label: str, most: int) -> None:
+        self._known = known
+        self._label = label
+        self._left = most
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -88,6 +102,8 @@ class _Machine:
                 (found,) = self._stack
                 return found
             if name in _CONSTANTS:
+                if isinstance(argument, int) and argument.bit_length() > _MOST_BITS:
+                    raise self._refused(f"a number of {argument.bit_length()} bits")
                 self._stack.append(argument)
             elif name in _VALUES:
                 self._stack.append(_VALUES[name])
@@ -105,7 +121,7 @@ class _Machine:
         )
 
     def _items(self) -> list[Any]:
-        """Takes everything above the last mark from the stack."""
+        """Pops everything above the last mark, and the mark."""
         at = len(self._stack) - 1
         while self._stack[at] is not _MARK:
             at -= 1
@@ -116,27 +132,34 @@ class _Machine:
         return found
 
     def _look_up(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)) or (module, name) not in self._known:
-            raise self._refused(f"the name {module!s:.80}.{name!s:.80}")
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise self._refused(f"a name that is a {type(name).__name__} of a {type(module).__name__}")
+        if (module, name) not in self._known:
+            raise self._refused(f"the name {module:.80}.{name:.80}")
         self._stack.append(self._known[module, name])
 
     def _global(self, argument: str) -> None:
         self._look_up(*argument.split(" ", 1))
 
     def _stack_global(self, _: Any) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._look_up(module, name)
+        name = self._stack.pop()
+        self._look_up(self._stack.pop(), name)
 
     def _reduce(self, _: Any) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
+        arguments = self._stack.pop()
+        function = self._stack.pop()
         if not isinstance(function, Named) or type(arguments) is not tuple:
             raise self._refused("a call of something that is no class of the format")
+        self._left -= 1 + sum(len(one) for one in arguments if isinstance(one, Sized))  # the function may copy them
+        if self._left < 0:
+            raise self._refused("calls that would make far more than the file has bytes")
         self._stack.append(function.make(*arguments))
 
     _newobj = _reduce
 
     def _build(self, _: Any) -> None:
-        state, target = self._stack.pop(), self._stack[-1]
+        state = self._stack.pop()
+        target = self._stack[-1]
         if not isinstance(target, Opaque):
             raise self._refused(f"a state for a {type(target).__name__}")
         target.state = state
@@ -165,20 +188,14 @@ class _Machine:
     def _tuple(self, _: Any) -> None:
         self._stack.append(tuple(self._items()))
 
-    def _tuple1(self, _: Any) -> None:
-        self._take(1)
-
-    def _tuple2(self, _: Any) -> None:
-        self._take(2)
-
-    def _tuple3(self, _: Any) -> None:
-        self._take(3)
-
-    def _take(self, count: int) -> None:
-        found = tuple(self._stack[-count:])
-        if len(found) != count:
+    def _tuple1(self, _: Any, count: int = 1) -> None:
+        items = tuple(self._stack[-count:])
+        if len(items) != count:
             raise ValueError("the stack is too short")
-        self._stack[-count:] = [found]
+        self._stack[-count:] = [items]
+
+    _tuple2 = partialmethod(_tuple1, count=2)
+    _tuple3 = partialmethod(_tuple1, count=3)
 
     def _dict(self, _: Any) -> None:
         items = self._items()
@@ -197,8 +214,8 @@ class _Machine:
         self._stack[-1].extend(items)
 
     def _setitem(self, _: Any) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._store([key, value])
+        value = self._stack.pop()
+        self._store([self._stack.pop(), value])
 
     def _setitems(self, _: Any) -> None:
         self._store(self._items())
@@ -208,9 +225,10 @@ class _Machine:
         if type(target) is not dict or len(items) % 2:
             raise self._refused(f"entries for a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is tuple and any(type(part) is tuple for part in key):
-                # Python hashes nested tuples without a limit of depth: a deep one would end the process.
-                raise self._refused("a tuple of tuples as a key")
+            if type(key) is tuple and (len(key) > _LONGEST_KEY or any(type(part) is tuple for part in key)):
+                # Python hashes nested tuples without a limit of depth, a deep one would end the process, and anew for
+                # each use.
+                raise self._refused("a tuple of tuples, or a long one, as a key")
             target[key] = value
 
     def _put(self, place: int) -> None:

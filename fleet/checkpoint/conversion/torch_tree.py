@@ -10,11 +10,13 @@ say that they follow the order of the model. Else a parameter is called ``#GROUP
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fleet.checkpoint.conversion.unfolded import most_of
 from fleet.checkpoint.conversion.whole_state import DEFAULT_KEY, WholeState, check_key, describe, is_groups, key_of
 from fleet.checkpoint.values import decode, encode
 from fleet.errors import CheckpointError
@@ -32,9 +34,9 @@ def state_of_tree(
         tree: a state dictionary, or a dictionary of those, of optimizers' and of plain values.
         label: how errors name the file.
         kind: the format, in words.
-        key: the entry that a lone state dictionary becomes; ``None`` for the usual one.
+        key: the entry for a lone state dictionary; ``None`` for the usual one.
         in_order: the numbers of an optimizer without names follow the order of the model's parameters.
-        read: returns the tensor that one in ``tree`` stands for; ``tree`` may hold tensors without data.
+        read: returns the data of a tensor in ``tree``, which may hold placeholders without data.
 
     Raises:
         CheckpointError: it is no such dictionary, or ``in_order`` cannot be.
@@ -61,6 +63,7 @@ def state_of_tree(
             flat.kinds[name] = ["value", ""]
             flat.plain.append((name, entry))
     tensors = flat.finish()
+    _check_stored(tensors, label)
     return WholeState(
         label, kind, {name: describe(tensor, f"{label}: {name!r}") for name, tensor in tensors.items()},
         lambda name: read(tensors[name]), flat.aliases, flat.values, is_bare, kinds=flat.kinds,
@@ -73,13 +76,10 @@ def tree_of_state(state: WholeState) -> dict[str, Any]:
 
     Raises CheckpointError when an entry is two things at once.
     """
-    made: dict[str, Any] = {}
 
+    @cache  # tied names must be one tensor in the tree, so that torch stores it once
     def tensor(name: str) -> Tensor:
-        if name not in made:
-            made[name] = state.read(name)
-        found: Tensor = made[name]
-        return found
+        return state.read(name)
 
     inside = state.names_in_values()
     tree: dict[str, Any] = {}
@@ -105,6 +105,20 @@ def tree_of_state(state: WholeState) -> dict[str, Any]:
         (only,) = tree.values()
         return dict(only)
     return tree
+
+
+def _check_stored(tensors: Mapping[str, Tensor], label: str) -> None:
+    """Raises CheckpointError where few stored numbers stand for far larger tensors, as a stride of 0 makes them."""
+    stored = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors.values()}
+    held = sum(stored.values())
+    needed = sum(one.nbytes for one in tensors.values())
+    if needed > most_of(held):
+        largest = max(tensors, key=lambda name: tensors[name].nbytes)
+        raise CheckpointError(
+            f"{label} has {held} bytes of numbers, and its tensors would have {needed}: {largest!r} is "
+            f"{list(tensors[largest].shape)}, in which the same numbers stand again and again. At most {most_of(held)} "
+            "are read. Save expanded tensors as what they were expanded from."
+        )
 
 
 class _Flat:
@@ -200,7 +214,7 @@ def _is_model(entry: Any) -> bool:
 def _parameter_names(
     optimizer: Mapping[str, Any], models: Sequence[Mapping[str, Any]], in_order: bool, label: str
 ) -> dict[str, str]:
-    """Returns the names of an optimizer's parameters by what its state calls them, as a text."""
+    """Returns the names of an optimizer's parameters by their numbers, as texts, in its state."""
     groups = optimizer["param_groups"]
     numbers = [f"{number}" for group in groups for number in group["params"]]
     if not all(number.isdecimal() for number in numbers):
@@ -241,7 +255,7 @@ def _in_order(numbers: Sequence[str], states: Mapping[Any, Any], model: Mapping[
 
 
 def _optimizer_tree(direct: dict[str, Any], groups: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
-    """Returns what torch's optimizers load: parameters by their number over all groups."""
+    """Returns the state as torch's optimizers load it, with parameters by their number over all groups."""
     numbers = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     states: dict[int, dict[str, Any]] = {}
     extra: dict[str, Any] = {}

@@ -1,13 +1,15 @@
-"""Whole states: what every converter reads and writes, one tensor at a time.
+"""Whole states: the form in which every converter reads and writes a state, one tensor at a time.
 
 [Note: Names]
-All formats are read as one: a tensor is called ``KEY/NAME``, where KEY is the entry of the state (``model``) and NAME
-that of the parameter; of an optimizer, ``KEY/PARAMETER/STATE``. What is no tensor is a value by such a name, or by KEY
-alone. A file that holds nothing but tensors by their names has no entries: it is *bare*, and its KEY is chosen.
+All formats share these names: ``KEY/NAME`` for a tensor, where KEY is the entry of the state (``model``) and NAME the
+name of the parameter, and ``KEY/PARAMETER/STATE`` for the state of an optimizer. Everything but tensors is a value by
+such a name, or by KEY alone. A file that holds nothing but tensors by their names has no entries: it is *bare*, and its
+KEY is chosen.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +21,10 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.data_files import FileBlock, in_file_order
-from fleet.checkpoint.index import DTYPES, Piece
+from fleet.checkpoint.index import DTYPES, merged_groups, tensor_names
 from fleet.checkpoint.storage import LocalFolder
-from fleet.checkpoint.values import tensor_names
 from fleet.errors import CheckpointError, did_you_mean
+from fleet.ps.files.row_file import open_plain
 
 DEFAULT_KEY = "model"
 _GROUPS = "groups@"
@@ -47,18 +49,18 @@ class WholeState:
     """A state whose tensors are read one at a time.
 
     Attributes:
-        label: how errors name it.
+        label: its name in errors.
         kind: the format, in words.
-        tensors: what there is, by name.
-        read: returns a tensor by its name, in memory of its own or that is not written to. Raises CheckpointError.
-        aliases: second names of tensors.
-        values: what is no tensor, as :mod:`fleet.checkpoint.values` encodes it.
+        tensors: type and shape of each tensor, by name.
+        read: returns a tensor by its name, in memory that nothing else writes to. Raises CheckpointError.
+        aliases: second names of tensors, each with the first.
+        values: everything but tensors, as :mod:`fleet.checkpoint.values` encodes it.
         is_bare: whether the source had no entries, so that the first part of each name is a chosen KEY.
-        damage_of_files: returns what is wrong with the files, where the format has sums.
+        damage_of_files: returns the damage of the files, in sentences, where the format has sums.
         kinds: of each entry: ``"module"``, ``"optimizer"``, ``"state"`` or ``"value"``, and its class if it is known.
         job: the job that saved it, where the format says so.
-        pieces: how many pieces each tensor is stored in, where the format divides tensors.
-        notes: what was left out or may surprise, for the user.
+        pieces: number of pieces of each tensor, where the format divides tensors.
+        notes: remarks for the user, as on entries left out.
     """
 
     label: str
@@ -88,21 +90,12 @@ class WholeState:
         return [name for name in self.tensors if name not in inside]
 
     def groups(self, key: str) -> list[dict[str, Any]] | None:
-        """Returns the parameter groups of an optimizer, each with the names of all stages; ``None`` of another entry.
-
-        A group has ``params``, the names, and ``settings``, encoded.
-        """
+        """Returns the parameter groups of an optimizer, as :func:`merged_groups` does; ``None`` for another entry."""
         stages = [value for name, value in self.values.items() if key_of(name) == key and is_groups(name)]
-        found: list[dict[str, Any]] = []
-        for stage in stages:
-            for number, group in enumerate(stage):
-                if number == len(found):
-                    found.append({"params": [], "settings": group["settings"]})
-                found[number]["params"] += [name for name in group["params"] if name not in found[number]["params"]]
-        return found if stages else None
+        return merged_groups(stages) if stages else None
 
     def damage(self) -> list[str]:
-        """Reads everything; returns what is wrong, one sentence for each cause."""
+        """Reads everything; returns one sentence for each cause of damage."""
         if self.damage_of_files is not None:
             return self.damage_of_files()
         wrong: dict[str, None] = {}
@@ -114,7 +107,7 @@ class WholeState:
         return list(wrong)
 
     def only(self, key: str) -> WholeState:
-        """Returns the entry ``key`` alone; ``notes`` say what stays behind. Raises CheckpointError without it."""
+        """Returns the entry ``key`` alone; ``notes`` name the others. Raises CheckpointError for an unknown key."""
         keys = self.keys()
         if key not in keys:
             raise CheckpointError(
@@ -131,7 +124,7 @@ class WholeState:
         """Returns the state with parameters renamed, in every entry that has them.
 
         Args:
-            names: what each new name, without KEY, is now; other names stay.
+            names: new names, without KEY, each with its present one; other names stay.
 
         Raises:
             CheckpointError: no tensor has the name now, or two tensors would have one name.
@@ -154,8 +147,10 @@ class WholeState:
         changed = {name: name if name in inside else new(name) for name in (*self.tensors, *self.aliases)}
         values = [(new(name), _with_new_names(name, value, new_names)) for name, value in self.values.items()]
         if unknown:
-            first, known = sorted(unknown)[0], [name.partition("/")[2] for name in changed]
+            first = min(unknown)
+            known = [name.partition("/")[2] for name in changed]
             raise CheckpointError(f"--map: {first!r} is no tensor of {self.label}.{did_you_mean(first, known)}")
+        # A value may have the name of a tensor inside it, so values are compared with the other tensors only.
         kept = [now for before, now in changed.items() if before not in inside]
         for group in ([*changed.values()], [*kept, *(name for name, _ in values)]):
             if several := [name for name, count in Counter(group).items() if count > 1]:
@@ -177,7 +172,7 @@ def _with_new_names(name: str, value: Any, names: Mapping[str, str]) -> Any:
 
 
 def is_groups(name: str) -> bool:
-    """Returns whether ``name`` is that of an optimizer's groups, one value for each stage of a pipeline."""
+    """Returns whether ``name`` stands for an optimizer's groups, one value for each stage of a pipeline."""
     return name.partition("/")[2].startswith(_GROUPS)
 
 
@@ -217,11 +212,11 @@ def as_bytes(tensor: Tensor) -> memoryview | bytes:
 
 def from_bytes(data: memoryview | bytes, described: Described) -> Tensor:
     """Returns a tensor of ``described`` with a copy of ``data``."""
-    made = torch.empty(described.shape, dtype=TORCH_DTYPES[described.dtype])
+    tensor = torch.empty(described.shape, dtype=TORCH_DTYPES[described.dtype])
     if described.num_bytes:
-        target = made.reshape(-1).view(torch.uint8).numpy().data
+        target = tensor.reshape(-1).view(torch.uint8).numpy().data
         target[:] = memoryview(data).cast("B")
-    return made
+    return tensor
 
 
 def whole_blocks(tensors: Mapping[str, Described]) -> list[FileBlock]:
@@ -231,9 +226,10 @@ def whole_blocks(tensors: Mapping[str, Described]) -> list[FileBlock]:
     )
 
 
-def slices_of(piece: Piece) -> tuple[slice, ...]:
-    """Returns where ``piece`` lies in its tensor."""
-    return tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+def first_bytes(path: Path, count: int) -> bytes:
+    """Returns the first ``count`` bytes of a file, or of the file behind a link."""
+    with open_plain(Path(os.path.realpath(path))) as file:
+        return file.read(count)
 
 
 def read_small(path: Path) -> bytes:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fleet.checkpoint.paddle_files.paddle_pickle import PaddleState
+from fleet.common.plain_files import read_small, replace_file
 from fleet.errors import CheckpointError
 from fleet.strategies.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+_MOST_BYTES = 1 << 26  # of a file with a name map
 _RENAMED = {"running_mean": "_mean", "running_var": "_variance"}
 _BACK = {theirs: ours for ours, theirs in _RENAMED.items()}
 # What Paddle's own names say: "batch_norm2d_0.w_2" is the variance of a batch norm.
@@ -55,7 +56,7 @@ class NameMap(dict[str, str]):
 
     def write(self, path: str | Path) -> None:
         """Writes the map as a JSON object."""
-        Path(path).write_text(json.dumps(self, indent=2) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(self, indent=2) + "\n")
 
 
 def read_name_map(given: Mapping[str, str] | str | Path) -> dict[str, str]:
@@ -67,7 +68,7 @@ def read_name_map(given: Mapping[str, str] | str | Path) -> dict[str, str]:
         found: Any = dict(given)
     else:
         try:
-            found = json.loads(Path(given).read_text(encoding="utf-8"))
+            found = json.loads(read_small(given, _MOST_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"name_map={str(given)!r}: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
@@ -106,11 +107,11 @@ def entries_of(model: nn.Module) -> dict[str, ModelEntry]:
         if not isinstance(value, Tensor) or last == "num_batches_tracked":
             continue
         owner = modules.get(prefix)
-        is_linear = isinstance(owner, nn.Linear | ColumnParallelLinear | RowParallelLinear)
-        is_transposed = is_linear and last == "weight"
+        kind = _kind_of(owner)
+        is_transposed = kind == "linear" and last == "weight"
         shape = tuple(reversed(value.shape)) if is_transposed else tuple(value.shape)
         role = {"running_mean": "mean", "running_var": "variance"}.get(last, last)
-        entries[name] = ModelEntry(name, role, _kind_of(owner), is_transposed, shape)
+        entries[name] = ModelEntry(name, role, kind, is_transposed, shape)
     for tied in _tied_with_embeddings(model, entries):  # torch's head is Paddle's matmul with the embedding
         embedding = next(entries[name] for name in tied if entries[name].kind == "embedding")
         entries.update({name: replace(embedding, name=name) for name in tied})
@@ -128,16 +129,17 @@ def _tied_with_embeddings(model: nn.Module, entries: Mapping[str, ModelEntry]) -
 
 def check_ties(model: nn.Module, names: Mapping[str, str], arrays: Mapping[str, Any], label: str) -> None:
     """Raises CheckpointError where one parameter of the model would have to take two different arrays."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {name: _kind_of(modules.get(name.rpartition(".")[0])) for name in names}
     for name, first in _ties(model, names).items():
-        if names[name] != names[first] and not torch.equal(arrays[names[name]], arrays[names[first]]):
+        if names[name] == names[first]:
+            continue
+        if not torch.equal(arrays[names[name]], arrays[names[first]]):
             raise CheckpointError(
                 f"{first!r} and {name!r} are one parameter of the model; {label} has {names[first]!r} and "
                 f"{names[name]!r}, which differ. Load into a model without that tie."
             )
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {name: _kind_of(modules.get(name.rpartition(".")[0])) for name in names}
-    for name, first in _ties(model, names).items():
-        if names[name] != names[first] and {kinds[name], kinds[first]} == {"embedding", "linear"}:
+        if {kinds[name], kinds[first]} == {"embedding", "linear"}:
             raise CheckpointError(
                 f"{first!r} and {name!r} are one parameter of the model, and {label} has both. A linear layer of "
                 "Paddle does not transpose its weight: it computes something else. Load into a model without that tie."
@@ -222,9 +224,10 @@ def propose_map(model: nn.Module, arrays: PaddleState | Mapping[str, Tensor]) ->
     firsts = _first_names(arrays, own)
     if entries and all(theirs in shapes for theirs in by_name.values()):
         check_shapes(entries, by_name, shapes)
-        taken = {firsts[theirs] for theirs in by_name.values()}
-        check_all_taken({name: shape for name, shape in shapes.items() if firsts[name] == name}, taken)
+        used = {firsts[theirs] for theirs in by_name.values()}
+        check_all_used({name: shape for name, shape in shapes.items() if firsts[name] == name}, used)
         return NameMap(by_name)
+    # A parameter under several names in the file is one candidate, and tied entries of the model take one array.
     shapes = {name: shape for name, shape in shapes.items() if firsts[name] == name}
     ties = _ties(model, entries)
     first = [entry for name, entry in entries.items() if ties[name] == name]
@@ -238,7 +241,7 @@ def propose_map(model: nn.Module, arrays: PaddleState | Mapping[str, Tensor]) ->
         for entry in first
     }
     chosen, unsure = _settled(entries, fitting)
-    check_all_taken(shapes, chosen.values())
+    check_all_used(shapes, set(chosen.values()))
     return NameMap({name: chosen[ties[name]] for name in entries}, unsure)
 
 
@@ -268,6 +271,7 @@ def _settled(
     entries: Mapping[str, ModelEntry], fitting: Mapping[str, list[str]]
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Gives each entry an array: those with one possibility first, then the others by order."""
+    # An array that only one entry can take is lost to the others, which may leave one possibility to these as well.
     left = {name: list(names) for name, names in fitting.items()}
     chosen: dict[str, str] = {}
     while single := next((name for name, names in left.items() if len(names) == 1), None):
@@ -304,10 +308,9 @@ def check_shapes(
             )
 
 
-def check_all_taken(shapes: Mapping[str, tuple[int, ...]], taken: Iterable[str]) -> None:
-    """Raises CheckpointError where the file has arrays that the model does not take."""
-    counted = Counter(taken)
-    if left := [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in counted]:
+def check_all_used(shapes: Mapping[str, tuple[int, ...]], used: Collection[str]) -> None:
+    """Raises CheckpointError where the file has arrays that the model does not use."""
+    if left := [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in used]:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise CheckpointError(
             f"The model has no entry for {', '.join(left[:_SHOWN])}{more} of the file. Give the model that was saved, "

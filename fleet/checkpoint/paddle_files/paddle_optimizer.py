@@ -54,16 +54,10 @@ class _StateRule:
 
 
 def paddle_optimizer_state(
-    path: str | Path,
-    optimizer: Optimizer,
-    model: nn.Module,
-    *,
-    parameters: str | Path | None = None,
-    name_map: Mapping[str, str] | str | Path | None = None,
-    key: str | None = None,
-    parameters_key: str | None = None,
+    path: str | Path, optimizer: Optimizer, model: nn.Module, *, parameters: str | Path | None = None,
+    name_map: Mapping[str, str] | str | Path | None = None, key: str | None = None, parameters_key: str | None = None,
     keep_rates: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Returns the state of a ``.pdopt`` file as ``optimizer.load_state_dict`` takes it; changes nothing.
 
     Moments are transposed as their weights are. The step count follows from ``beta1_pow`` (see the module's docstring).
@@ -110,7 +104,8 @@ def _states(
 ) -> dict[int, dict[str, Any]]:
     """Returns the state at each place; ``own`` has Paddle's own name of each entry of the model."""
     found = _by_parameter(saved, set(own.values()), label)
-    entries, places = entries_of(model), _places(optimizer, model)
+    entries = entries_of(model)
+    places = _places(optimizer, model)
     _check_masters(saved, own, {name: (entries[name].is_transposed, p) for name, _, p in places}, label)
     states: dict[int, dict[str, Any]] = {}
     for place, (name, group, parameter) in enumerate(places):
@@ -142,6 +137,7 @@ def _places(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, dict[str,
 
 def _by_parameter(saved: PaddleState, own_names: set[str], label: str) -> dict[str, dict[str, Tensor]]:
     """Returns the quantities of each parameter; raises CheckpointError for an array that is none of them."""
+    # The name of one parameter may be the beginning of another's: the longest that fits owns the array.
     longest_first = sorted(own_names, key=len, reverse=True)
     found: dict[str, dict[str, Tensor]] = {}
     for name, value in saved.tensors().items():
@@ -285,6 +281,7 @@ def _put_rate(groups: list[dict[str, Any]], saved: PaddleState, label: str) -> N
         if not found:
             return
         rate = float(found[0])
+    # Groups may scale the rate by a factor, and the file has the rate before that.
     own = {float(f"{group['lr'] / group.get('lr_factor', 1.0):.9g}") for group in groups}
     if not isinstance(rate, float | int) or len(own) > 1:
         raise CheckpointError(

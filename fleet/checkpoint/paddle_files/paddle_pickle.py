@@ -1,8 +1,8 @@
 """Files that ``paddle.save`` and ``paddle.static.save`` wrote: ``.pdparams``, ``.pdopt``, and dictionaries of them.
 
 [Note: What Paddle writes]
-Paddle 2.0 to 3.3 pickle (protocol 2 to 4) a dictionary from names to numpy arrays. Which form a tensor has depends on
-what else is in the dictionary:
+Paddle 2.0 to 3.3 pickle (protocol 2 to 4) a dictionary from names to numpy arrays. The form of a tensor depends on the
+rest of the dictionary:
 
 * a state_dict alone: an array; ``StructuredToParameterName@@`` holds Paddle's own name of each parameter, and from
   protocol 2 or 3 an array of 1 GiB or more stands in slices, which ``UnpackBigParamInfor@@`` lists;
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeGuard, cast
 
@@ -27,12 +28,16 @@ import torch
 from torch import Tensor
 
 from fleet.checkpoint.conversion.plain_pickle import Named, Opaque, opaque, read_pickle
+from fleet.checkpoint.conversion.unfolded import most_of
+from fleet.checkpoint.index import is_shape
+from fleet.common.plain_files import open_to_read
 from fleet.errors import CheckpointError
 
-_NAMES, _SLICES = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
-_MOST_READS, _LONGEST_LINE = 50_000_000, 1 << 16
-_VIEWED_BYTES = 4096  # what is longer stays in the file until its bytes are used
-_MOST_DEPTH, _MOST_DIMS = 64, 32
+_NAMES = "StructuredToParameterName@@"
+_SLICES = "UnpackBigParamInfor@@"
+_MOST_READS = 50_000_000
+_LONGEST_LINE = 1 << 16
+_VIEWED_BYTES = 4096  # longer pieces stay in the file until their bytes are used
 _KINDS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 _NDARRAY = object()
 
@@ -55,7 +60,7 @@ class PaddleState(dict[Any, Any]):
 
 
 def read_paddle(path: str | Path, key: str | None = None) -> PaddleState:
-    """Returns what ``paddle.save`` or ``paddle.static.save`` wrote, without running anything of the file.
+    """Returns the content of a file of ``paddle.save`` or ``paddle.static.save``, without running any code of it.
 
     Arrays become tensors of the same shape and dtype (uint16: bfloat16), in Paddle's layout, so weights of linear
     layers are [in, out]. Their bytes are read from the file at their first use: keep the file until then.
@@ -76,9 +81,9 @@ def read_paddle(path: str | Path, key: str | None = None) -> PaddleState:
     label = str(path)
     mapped = _mapped(Path(path))
     _check_start(mapped, label)
-    found = read_pickle(cast(IO[bytes], _Window(mapped, label)), _KNOWN, label)
+    found = read_pickle(cast(IO[bytes], _Window(mapped, label)), _KNOWN, label, len(mapped))
     try:
-        state = _Reader().read(found)
+        state = _Reader(most_of(len(mapped))).read(found)
     except (ValueError, TypeError, OverflowError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{label}: {error}.") from None
     if not isinstance(state, PaddleState):
@@ -90,7 +95,7 @@ def read_paddle(path: str | Path, key: str | None = None) -> PaddleState:
 
 
 def entry_of(state: PaddleState, key: str, label: str) -> PaddleState:
-    """Returns the dictionary under ``key``; raises CheckpointError where there is none."""
+    """Returns the dictionary under ``key``; raises CheckpointError without one."""
     found = state.get(key)
     if not isinstance(found, PaddleState):
         keys = [name for name, value in state.items() if isinstance(value, PaddleState)]
@@ -100,7 +105,7 @@ def entry_of(state: PaddleState, key: str, label: str) -> PaddleState:
 
 def _mapped(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open_to_read(os.path.realpath(path)) as file:
             # Copy on write: tensors over it may be changed, the file may not.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError:
@@ -131,11 +136,13 @@ class _Window:
     """A mapped file as ``pickletools`` reads it: long pieces are views of the mapping, not copies."""
 
     def __init__(self, mapped: mmap.mmap, label: str) -> None:
-        self._mapped, self._view, self._label = mapped, memoryview(mapped), label
+        self._mapped = mapped
+        self._view = memoryview(mapped)
+        self._label = label
         self._at = self._reads = 0
 
     def read(self, size: int) -> bytes | memoryview:
-        """Returns the next ``size`` bytes, or what is left."""
+        """Returns the next ``size`` bytes, or the rest."""
         self._reads += 1
         if self._reads > _MOST_READS:
             raise CheckpointError(f"{self._label} has more instructions than a state has: {_MOST_READS}.")
@@ -153,7 +160,7 @@ class _Window:
         return self._at
 
 
-# ---- what the names in a file stand for ------------------------------------------------------------------------------
+# ---- stand-ins for the names in a file -------------------------------------------------------------------------------
 
 
 class _Unknown(ValueError):
@@ -224,28 +231,32 @@ for _module in ("builtins", "__builtin__"):
 
 
 class _Reader:
-    """Makes tensors and plain values of what the pickle's machine left."""
+    """Makes tensors and plain values of the result of the pickle's machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._done: dict[int, Any] = {}
-        self._open: set[int] = set()
+        self._left = most_bytes
 
     def read(self, found: Any) -> Any:
         if found is None or type(found) in (bool, int, float, str, bytes):
             return found
-        if id(found) in self._done:
-            return self._done[id(found)]
-        if id(found) in self._open or len(self._open) > _MOST_DEPTH:
-            raise ValueError("a value is inside itself, or deeper than a state is")
-        self._open.add(id(found))
-        made = self._made(found)
-        self._open.remove(id(found))
-        self._done[id(found)] = made
-        return made
+        # Once for each object: a file may name one value many times, and a tied weight must stay one tensor.
+        if id(found) not in self._done:
+            self._done[id(found)] = self._made(found)
+        return self._done[id(found)]
+
+    def _count(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the bytes of ``tensors``; raises ValueError where the file is too small for all that it describes."""
+        self._left -= sum(tensor.nbytes for tensor in tensors)
+        if self._left < 0:
+            raise ValueError("its arrays name the same bytes again and again, and would be far larger than the file")
 
     def _made(self, found: Any) -> Any:
         if isinstance(found, Opaque):
-            return _number(found) if found.kind == "scalar" else _tensor(found)
+            if found.kind == "scalar":
+                return _number(found)
+            self._count([tensor := _tensor(found)])
+            return tensor
         if type(found) is dict:
             return self._state(found)
         if type(found) is tuple:
@@ -259,7 +270,8 @@ class _Reader:
         if wrong := [key for key in found if type(key) not in (str, int, float, bool)]:
             raise ValueError(f"a key is a {type(wrong[0]).__name__}, which no state has")
         names = {key: name for key, value in found.items() if type(value) is tuple and (name := _name_in(value))}
-        given, slices = found.get(_NAMES, {}), found.get(_SLICES, {})
+        given = found.get(_NAMES, {})
+        slices = found.get(_SLICES, {})
         if type(given) is not dict or not all(type(text) is str for pair in given.items() for text in pair):
             raise ValueError(f"{_NAMES} must hold names")
         state = PaddleState(
@@ -268,8 +280,23 @@ class _Reader:
         if type(slices) is not dict:
             raise ValueError(f"{_SLICES} must hold the slices of each name")
         for name, described in slices.items():
-            _join(state, name, self.read(described))
+            state[name] = self._joined(state, name, self.read(described))
         return state
+
+    def _joined(self, state: PaddleState, name: Any, described: Any) -> Tensor:
+        """Returns one array of its slices, which leave ``state``."""
+        rule = f"{_SLICES} of {name!r:.80} must name its slices and shape"
+        if not isinstance(described, dict) or type(described.get("slices")) is not list or name in state:
+            raise ValueError(rule)
+        parts = [state.pop(part, None) if type(part) is str else None for part in described["slices"]]
+        flat = [part for part in parts if isinstance(part, Tensor) and part.dim() == 1]
+        shape = described.get("OriginShape")
+        if not flat or len(flat) != len(parts) or not _is_shape(shape):
+            raise ValueError(rule)
+        if sum(map(len, flat)) != math.prod(shape) or len({part.dtype for part in flat}) != 1:
+            raise ValueError(f"{rule}: {math.prod(shape)} elements of one dtype")
+        self._count(flat)
+        return torch.cat(flat).reshape(shape)
 
 
 def _name_in(found: tuple[Any, ...]) -> str | None:
@@ -279,27 +306,8 @@ def _name_in(found: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _join(state: PaddleState, name: Any, described: Any) -> None:
-    """Puts the slices of one array together."""
-    rule = f"{_SLICES} of {name!r} must name its slices and shape"
-    if not isinstance(described, dict) or type(described.get("slices")) is not list or name in state:
-        raise ValueError(rule)
-    parts = [state.pop(part, None) if type(part) is str else None for part in described["slices"]]
-    flat = [part for part in parts if isinstance(part, Tensor) and part.dim() == 1]
-    shape = described.get("OriginShape")
-    if not flat or len(flat) != len(parts) or not _is_shape(shape):
-        raise ValueError(rule)
-    if sum(map(len, flat)) != math.prod(shape) or len({part.dtype for part in flat}) != 1:
-        raise ValueError(f"{rule}: {math.prod(shape)} elements of one dtype")
-    state[name] = torch.cat(flat).reshape(shape)
-
-
 def _is_shape(shape: Any) -> TypeGuard[tuple[int, ...]]:
-    return (
-        type(shape) is tuple
-        and len(shape) <= _MOST_DIMS
-        and all(type(size) is int and 0 <= size < 2**63 for size in shape)
-    )
+    return type(shape) is tuple and is_shape(shape)
 
 
 def _dtype(found: Any) -> np.dtype[Any]:

@@ -25,14 +25,10 @@ _MASTERS = "master_weights"
 
 
 def paddle_state(
-    path: str | Path | PaddleState,
-    name_map: Mapping[str, str] | str | Path | None = None,
-    *,
-    model: nn.Module | None = None,
-    transpose: Iterable[str] | None = None,
-    masters: str | Path | None = None,
+    path: str | Path | PaddleState, name_map: Mapping[str, str] | str | Path | None = None, *,
+    model: nn.Module | None = None, transpose: Iterable[str] | None = None, masters: str | Path | None = None,
     key: str | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Returns the parameters of a ``.pdparams`` file as ``model.load_state_dict`` takes them.
 
     Weights of linear layers are transposed to [out, in]: those of ``nn.Linear`` in ``model``. Without a model, those

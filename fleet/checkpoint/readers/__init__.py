@@ -2,10 +2,10 @@
 
 To read ``PATH``, the formats are tried in the order of their ``FORMAT.order``, lowest first. The first whose
 ``recognises(PATH)`` is true opens it: ``open_state(PATH, asked)`` returns a
-:class:`fleet.checkpoint.conversion.whole_state.WholeState`, which knows all names and shapes and reads a tensor when it
-is asked for. A format that looks into a file comes before one that looks at its name.
+:class:`fleet.checkpoint.conversion.whole_state.WholeState`, which knows all names and shapes and reads a tensor on
+request. A format that looks into a file comes before formats that look at its name.
 
-A file is data from a stranger. No module unpickles it, imports a name from it, or calls what it names: pickles go
+A file is data from a stranger. No module unpickles it, imports a name from it, or calls a name in it: pickles go
 through ``conversion.plain_pickle``, files of torch through ``torch_file.load_plain``. Damage is a CheckpointError.
 
 To add a format, put a module here with ``FORMAT``, ``recognises`` and ``open_state``; with ``FORMAT.to`` set and

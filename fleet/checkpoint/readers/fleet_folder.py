@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fleet.checkpoint.boxes import box_slices
 from fleet.checkpoint.commit import Share, read_index, write_share
 from fleet.checkpoint.conversion.formats import Asked, Format
 from fleet.checkpoint.conversion.whole_state import (
@@ -21,19 +22,18 @@ from fleet.checkpoint.conversion.whole_state import (
     WholeState,
     as_bytes,
     from_bytes,
-    slices_of,
     whole_blocks,
 )
 from fleet.checkpoint.data_files import DataReader
 from fleet.checkpoint.index import BLOCK_BYTES, DTYPES, INDEX, OBJECTS, Index
 from fleet.checkpoint.storage import Folder, LocalFolder, is_remote, open_folder
-from fleet.checkpoint.values import tensor_names
+from fleet.checkpoint.values import decode
 from fleet.errors import CheckpointError
 
 FORMAT = Format(
     order=10, title="Fleet checkpoints", mark="index.json", folder="index.json (Fleet)", to="fleet", commits=True
 )
-# Whole numbers of the same width as a type, which every operation knows.
+# Whole numbers of the same width as a type, which every operation supports.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,7 +49,7 @@ def open_state(path: str, asked: Asked) -> WholeState:
 
 
 def fleet_state(folder: Folder, index: Index) -> WholeState:
-    """Returns the state of a checkpoint of this package; a worker's own state, which no other can load, stays behind.
+    """Returns the state of a checkpoint of this package, without the states that only one worker can load.
 
     Its ``read`` raises CheckpointError where a file is missing, has another length, or does not match its sums.
     """
@@ -68,7 +68,8 @@ def fleet_state(folder: Folder, index: Index) -> WholeState:
             if piece.sizes == entry.shape:
                 return part
             made = torch.empty(entry.shape, dtype=part.dtype) if made is None else made
-            made.view(_BITS[size])[slices_of(piece)] = part.view(_BITS[size])
+            # As whole numbers of the same width: torch does not assign slices of every type.
+            made.view(_BITS[size])[box_slices(piece.offsets, piece.sizes)] = part.view(_BITS[size])
         return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]) if made is None else made  # without elements
 
     def damage() -> list[str]:
@@ -80,8 +81,7 @@ def fleet_state(folder: Folder, index: Index) -> WholeState:
                 except CheckpointError as error:
                     wrong.append(f"{error}")
                     break
-        inside = {name for value in index.values.values() for name in tensor_names(value)}
-        return wrong + [f"A value names the tensor {name!r}, which is missing." for name in inside - {*index.tensors}]
+        return wrong + _damaged_values(folder, index)
 
     tensors = {name: Described(entry.dtype, entry.shape) for name, entry in index.tensors.items()}
     own = [name for name in (*tensors, *index.values, *index.aliases) if name.startswith("@")]
@@ -91,6 +91,17 @@ def fleet_state(folder: Folder, index: Index) -> WholeState:
         damage_of_files=damage, job=index.job, pieces={name: len(one.pieces) for name, one in index.tensors.items()},
         notes=[f"left out: each worker's own state ({len(own)} entries)"] if own else [],
     )  # fmt: skip
+
+
+def _damaged_values(folder: Folder, index: Index) -> list[str]:
+    """Returns the errors of values that cannot be decoded; the index has checked their tensors."""
+    wrong = []
+    for name, value in index.values.items():
+        try:
+            decode(value, lambda _: torch.empty(0))
+        except CheckpointError as error:
+            wrong.append(f"{folder.path}/{INDEX}: {name!r}: {error}")
+    return wrong
 
 
 def write_state(state: WholeState, target: str) -> None:
@@ -108,7 +119,7 @@ def write_state(state: WholeState, target: str) -> None:
             if isinstance(folder, LocalFolder):
                 os.rmdir(folder.path)
         if isinstance(error.__cause__, CheckpointError):
-            raise error.__cause__ from None  # what is wrong with the source, not with the target
+            raise error.__cause__ from None  # the error of reading the source, not of the target
         raise
 
 

@@ -20,13 +20,14 @@ from fleet.checkpoint.conversion.whole_state import (
     Described,
     WholeState,
     as_bytes,
+    first_bytes,
     from_bytes,
     key_of,
     read_small,
     whole_blocks,
 )
 from fleet.checkpoint.data_files import MappedFile, read_header, write_file
-from fleet.checkpoint.index import DTYPES
+from fleet.checkpoint.index import DTYPES, is_shape
 from fleet.checkpoint.storage import LocalFolder
 from fleet.errors import CheckpointError
 
@@ -55,8 +56,7 @@ def recognises(path: str) -> bool:
 
 
 def _is_safetensors(path: Path) -> bool:
-    with open(path, "rb") as file:
-        start = file.read(9)
+    start = first_bytes(path, 9)
     return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[4:8] == bytes(4))
 
 
@@ -67,6 +67,8 @@ class _Shard:
         self._file = MappedFile(path, f"{path}")
         header, self._start = read_header(self._file.range(0, self._file.num_bytes), self._file.num_bytes, f"{path}")
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        if not isinstance(self.metadata, dict) or not all(isinstance(text, str) for text in self.metadata.values()):
+            raise CheckpointError(f"{path} is damaged: its '__metadata__' is {self.metadata!r:.200}; it holds texts.")
         self.tensors: dict[str, Described] = {}
         self._begins: dict[str, int] = {}
         end = 0
@@ -75,21 +77,25 @@ class _Shard:
             begin, last = entry["data_offsets"]
             if begin != end or last - begin != described.num_bytes:
                 raise CheckpointError(f"{path} is damaged: {name!r} does not have the bytes of its type and shape.")
-            self.tensors[name], self._begins[name], end = described, begin, last
+            self.tensors[name] = described
+            self._begins[name] = begin
+            end = last
         if self._start + end != self._file.num_bytes:
             raise CheckpointError(f"{path} is damaged: {self._start + end} of {self._file.num_bytes} bytes are used.")
 
     def read(self, name: str) -> Tensor:
-        begin, described = self._start + self._begins[name], self.tensors[name]
+        begin = self._start + self._begins[name]
+        described = self.tensors[name]
         return from_bytes(self._file.range(begin, begin + described.num_bytes), described)
 
 
 def _described(name: str, entry: Mapping[str, Any], label: str) -> Described:
-    dtype, shape = entry.get("dtype"), entry.get("shape")
-    if dtype not in _CODES:
-        raise CheckpointError(f"{label}: {name!r} has the type {dtype!r}; {', '.join(_CODES)} are read.")
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
-        raise CheckpointError(f"{label} is damaged: {name!r} has the shape {shape!r}.")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    if not isinstance(dtype, str) or dtype not in _CODES:
+        raise CheckpointError(f"{label}: {name!r} has the type {dtype!r:.80}; {', '.join(_CODES)} are read.")
+    if not isinstance(shape, list) or not is_shape(shape, DTYPES[_CODES[dtype]][0]):
+        raise CheckpointError(f"{label} is damaged: {name!r} has the shape {shape!r:.200}.")
     return Described(_CODES[dtype], tuple(shape))
 
 
@@ -98,7 +104,7 @@ def open_state(path: str | Path, asked: Asked) -> WholeState:
 
     Args:
         path: the file, the index or the folder.
-        asked: the choices of the user: ``key`` names the entry that its tensors become.
+        asked: the user's choices; ``key`` names the entry for its tensors.
 
     Raises:
         CheckpointError: a file is missing or damaged, or two files have a tensor of one name.
@@ -109,6 +115,7 @@ def open_state(path: str | Path, asked: Asked) -> WholeState:
     placed = _weight_map(path) if path.suffix == ".json" else None
     folder = path.parent
     shards = {name: _Shard(folder / name) for name in (sorted(set(placed.values())) if placed else [path.name])}
+    # The index decides where several of its files have a tensor of one name.
     where: dict[str, _Shard] = {}
     unnamed = []
     for file, shard in shards.items():
@@ -163,12 +170,12 @@ def write_state(state: WholeState, target: str | Path, shard_bytes: int | None =
     """Writes the tensors of ``state``, which has one entry, one tensor at a time.
 
     Args:
-        state: what is written; its values have no place in the format, and ``notes`` receive them.
+        state: the state; its values have no place in the format, and ``notes`` receive them.
         target: a file that ends with ``.safetensors``, or a folder, which is made.
-        shard_bytes: of the tensors in one file of a folder; a larger tensor has a file of its own.
+        shard_bytes: most bytes of tensors in one file of a folder; a larger tensor fills a file alone.
 
     Raises:
-        CheckpointError: a tensor is called as the format calls its metadata, or there are values alone.
+        CheckpointError: a tensor has the name of the format's metadata, or there are values alone.
         OSError: it cannot be written.
     """
     names = state.names_outside_values()

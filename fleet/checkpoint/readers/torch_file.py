@@ -15,7 +15,10 @@ from torch import Tensor
 
 from fleet.checkpoint.conversion.formats import Asked, Format
 from fleet.checkpoint.conversion.torch_tree import state_of_tree, tree_of_state
-from fleet.checkpoint.conversion.whole_state import WholeState
+from fleet.checkpoint.conversion.unfolded import check_unfolded
+from fleet.checkpoint.conversion.whole_state import WholeState, first_bytes
+from fleet.checkpoint.save_load import verified_parts
+from fleet.common.plain_files import create
 from fleet.errors import CheckpointError
 from fleet.ps.files.archive import check_archive
 
@@ -28,7 +31,6 @@ FORMAT = Format(
     has_numbers=True,
 )
 _OLD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how a file began before torch 1.6
-_BLOCK_BYTES = 2**20
 
 
 def recognises(path: str) -> bool:
@@ -48,15 +50,13 @@ def open_state(path: str, asked: Asked) -> WholeState:
 
 
 def _is_cut_off(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04" and not zipfile.is_zipfile(path)
+    return first_bytes(path, 4) == b"PK\x03\x04" and not zipfile.is_zipfile(path)
 
 
 def is_torch_file(path: Path) -> bool:
     """Returns whether ``path`` is a file of ``torch.save``."""
-    with open(path, "rb") as file:
-        if file.read(len(_OLD)) == _OLD:
-            return True
+    if first_bytes(path, len(_OLD)) == _OLD:
+        return True
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -64,18 +64,20 @@ def is_torch_file(path: Path) -> bool:
 
 
 def load_plain(source: Path | io.BytesIO, label: str, is_mapped: bool = False) -> Any:
-    """Returns what ``torch.save`` put into ``source``, read with ``weights_only``.
+    """Returns the content of ``source``, a file of ``torch.save``, read with ``weights_only``.
 
     Raises CheckpointError when it holds objects that torch does not make from data, or is damaged.
     """
     check_archive(source, label)
+    num_bytes = _num_bytes_of_values(source)
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of storages and of sparse tensors; what is read is checked afterwards
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped or None)
-    except Exception as error:  # the unpickler raises whatever a damaged file leads it to
+            # torch warns of storages and sparse tensors; the result is checked afterwards.
+            warnings.simplefilter("ignore")
+            found = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped or None)
+    except Exception as error:  # a damaged file can lead the unpickler to any error
         first = next(iter(f"{error}".strip().splitlines()), "").split(". ")[0]
         named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", f"{error}")
         what = (
@@ -87,12 +89,22 @@ def load_plain(source: Path | io.BytesIO, label: str, is_mapped: bool = False) -
             f"{label} cannot be read without running code from it{what}. Save state dictionaries of tensors, numbers, "
             "texts, lists and dictionaries."
         ) from error
+    check_unfolded(found, num_bytes, label)
+    return found
+
+
+def _num_bytes_of_values(source: Path | io.BytesIO) -> int:
+    """Returns the bytes of everything but tensors; in the form before torch 1.6, the size of the file."""
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            return sum(part.file_size for part in archive.infolist() if part.filename.endswith("/data.pkl"))
+    return source.stat().st_size if isinstance(source, Path) else source.getbuffer().nbytes
 
 
 def torch_state(path: Path, key: str | None = None, in_order: bool = False) -> WholeState:
-    """Returns the state in a file of ``torch.save``; tensors are mapped, so that only what is read takes memory.
+    """Returns the state in a file of ``torch.save``; tensors are mapped, so they take memory only once they are read.
 
-    ``key`` and ``in_order`` are those of :func:`state_of_tree`. Raises CheckpointError; nothing of the file is run.
+    For ``key`` and ``in_order`` see :func:`state_of_tree`. Raises CheckpointError; no code of the file runs.
     """
     is_archive = zipfile.is_zipfile(path)
     tree = load_plain(path, f"{path}", is_mapped=is_archive)
@@ -112,8 +124,10 @@ def torch_state(path: Path, key: str | None = None, in_order: bool = False) -> W
             raise CheckpointError(wrong[0])
         return read(name)
 
+    # The sums are those of whole parts, so the first tensor that is read verifies the file, once.
     damage = cache(lambda: _damage(path))
-    state.read, state.damage_of_files = read_verified, damage
+    state.read = read_verified
+    state.damage_of_files = damage
     return state
 
 
@@ -127,24 +141,20 @@ def _has_sums(path: Path) -> bool:
 
 
 def _damage(path: Path) -> list[str]:
-    """Returns the first part that does not match its CRC-32, which ``torch.load`` does not compare."""
+    """Returns an error for the first part that does not match its CRC-32."""
     name = "its list of parts"
     try:
-        with zipfile.ZipFile(path) as archive:
-            for part in archive.infolist():
-                name = part.filename
-                with archive.open(part) as file:
-                    while file.read(_BLOCK_BYTES):
-                        pass
+        for name in verified_parts(path):  # noqa: B007 - the error names the part at which it stopped
+            pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError, OSError) as error:
         return [f"{path} was damaged after it was written: {name!r}: {error}."]
     return []
 
 
 def write_state(state: WholeState, target: str | Path) -> None:
-    """Writes ``state`` as ``torch.save`` does. The whole of it is in memory meanwhile. Raises OSError."""
+    """Writes ``state`` as ``torch.save`` does, with the whole of it in memory. Raises OSError."""
     tree = tree_of_state(state)
-    with open(target, "wb", buffering=0) as file:  # given a path, torch does not say why it cannot write
+    with create(target, buffering=0) as file:  # given a path, torch does not say why it cannot write
         try:
             torch.save(tree, file)
         except RuntimeError as error:

@@ -6,7 +6,7 @@ calls itself.
 
 from __future__ import annotations
 
-from fleet._lazy_names import lazy_names
+from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
     "ColumnParallelLinear": "mp_layers",

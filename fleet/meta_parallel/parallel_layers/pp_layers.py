@@ -1,4 +1,4 @@
-"""Descriptions of layers, and the list of which each stage runs a part; names of :mod:`fleet.meta_parallel`."""
+"""Descriptions of layers, and the list that stages share out; names of :mod:`fleet.meta_parallel`."""
 
 from fleet.meta_parallel.pipeline_layer import PipelineLayer as PipelineLayer
 from fleet.strategies.pipeline.descriptions import LayerDesc as LayerDesc

@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.connecting import wait_for_servers
-from fleet.ps.client.link import Link
-from fleet.ps.client.request import Request
+from fleet.ps.client.link import Link, Request
 from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, body_of_specs, rows_of_answer
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
@@ -52,7 +52,8 @@ from fleet.ps.wire.row_form import Remainders, wire_parts
 from fleet.ps.wire.transport import SocketTransport, Transport
 
 TakeChanged = Callable[[Mapping[int, tuple[Keys, Rows]]], None]
-_LOOK_S, _ASK_S = 0.2, 0.1  # how often a worker looks for servers that are lost, and asks their standbys
+_LOOK_S = 0.2  # how often a worker looks for servers that are lost
+_ASK_S = 0.1  # how often it asks the standbys of those
 _DEPUTY_START_S = 5.0  # a deputy takes over only where all servers answer
 
 
@@ -81,8 +82,9 @@ def fill(
     """Returns a function that writes one server's answer to its targets, and hands over rows that come with ids."""
 
     def take(header: Header, body: memoryview) -> None:
+        # The servers answer for different steps; only the least of them holds for all rows.
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
-        answered = rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16))
+        answered = rows_of_answer(header, body)
         if changed is not None:
             found = [(part.table_id, part.ids, part.rows) for part in answered]
             changed({key: (ids, rows) for key, ids, rows in found if ids is not None and rows is not None})
@@ -143,7 +145,7 @@ class Client:
         self._barriers: dict[str, int] = {}
         self._questions = 0
         self._closing = threading.Event()
-        self._heart: threading.Thread | None = None
+        self._heart: OwnThread | None = None
 
     # -- start and end -------------------------------------------------------------------------------------------
 
@@ -173,14 +175,14 @@ class Client:
         self.step = max(self.step, self._steps_had(welcomes))
         if config.heartbeat:
             lease_s = min(float(welcome["lease_s"]) for welcome in welcomes)
-            self._heart = threading.Thread(target=self._beat, args=(lease_s / 4,), name="lease", daemon=True)
+            self._heart = OwnThread(self._beat, lease_s / 4, name="lease", say=self.notify)
             self._heart.start()
 
     def _steps_had(self, welcomes: Sequence[Mapping[str, Any]]) -> int:
         """Returns the steps that this rank need not push again.
 
-        Where pulls wait for steps, all servers must have them: one that lacks a step of this worker would wait for it,
-        and this worker for the server. The others recognise what comes twice.
+        Where pulls wait for steps, all servers must have them: a server without one would wait for it,
+        and this worker for the server. The others recognise a push that comes twice.
         """
         if self.staleness is None:
             return max(int(welcome["clock"]) for welcome in welcomes)
@@ -193,11 +195,11 @@ class Client:
         return 0 if welcome.get("mode") == "sync" else welcome.get("staleness")
 
     def welcomes(self) -> list[dict[str, Any]]:
-        """Returns what each server said when this worker introduced itself."""
+        """Returns the answer of each server to this worker's HELLO."""
         return [link.welcome for link in self._links]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this worker must hold."""
+        """Returns the state that a checkpoint of this worker must hold."""
         return {"step": self.step, "barriers": dict(self._barriers), "questions": self._questions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -258,6 +260,7 @@ class Client:
             body = body_of_specs({str(key): table.spec(link.index) for key, table in maps.items()})
             requests.append((link, link.submit(Request(Op.CREATE, [body]))))
         self.wait(Ticket(requests))
+        # Known here only after every server has made them.
         self.tables.update(maps)
         for link in self._links:
             link.created(set(maps))
@@ -337,6 +340,8 @@ class Client:
         step = self.step + 1 if step is None else step
         if step <= 0:
             raise ConfigError(f"push(step={step!r}): steps are counted from 1.")
+        # Servers without a row in this step must hear of it where they count steps, keep positions or have changed rows
+        # to give.
         everywhere = changed is not None or (ends_step and (self.staleness is not None or positions is not None))
         flags = MessageFlag.NONE if ends_step else MessageFlag.NO_CLOCK
         ticket = self._change(Op.PUSH, gradients, step, everywhere, flags, positions, out or {}, changed)
@@ -347,14 +352,16 @@ class Client:
     def places(self, table_ids: Sequence[int]) -> Iterator[dict[int, Rows]]:
         """Yields memory for gradients of dense tables, or for none of them.
 
-        A push that is made inside, with these tables first and in this order, does not copy what is there. Other
-        threads wait meanwhile.
+        A push that is made inside, with these tables first and in this order, does not copy the gradients that lie
+        there. Other threads wait until the end.
         """
         configs = [self._table(table_id).config for table_id in table_ids]
         sizes = [config.size for config in configs if isinstance(config, DenseTableConfig)]
         starts, whole = places_of_rows(sizes)
         link = self._links[0]
         with link.lock:
+            # With several servers or a smaller wire format the gradients are cut or converted, which copies them
+            # anyway.
             place = link.place(whole) if len(self._links) == 1 and self.config.wire == "float32" else None
             if place is None:
                 yield {}
@@ -389,9 +396,10 @@ class Client:
 
         def take(header: Header, body: memoryview) -> None:
             lacking.append(header.step > 0)
-            for part in rows_of_answer(header, body, bool(header.flags & MessageFlag.BFLOAT16)):
+            for part in rows_of_answer(header, body):
                 if part.ids is None or part.rows is None or part.table_id not in found:
                     raise MessageError(f"an unexpected answer for table {part.table_id}.")
+                # Copies: the buffer of the answer is used again for the next one.
                 found[part.table_id].append((part.ids.copy(), part.rows.copy()))
 
         flags = self._half
@@ -413,8 +421,11 @@ class Client:
         Raises:
             PSError: a server refused, failed, or is away for longer than the deadline; the message names it.
         """
+        if self._heart is not None:
+            self._heart.check()
         if not ticket.done:
             failures = []
+            # Go on after a failure: the arrays of the other requests are in use until their answers are here.
             for link, request in ticket.requests:
                 try:
                     link.finish(request)
@@ -430,8 +441,8 @@ class Client:
     def barrier(self, name: str = "worker", call: str = "", wish: str = "") -> str | None:
         """Waits until every live worker has come to its same-numbered barrier of this name.
 
-        ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open. ``wish`` is
-        what this worker is about to do: where one is about to load and another to do something else, the key begins
+        ``call`` is how messages name it. Raises PSError if all workers stand at barriers and none can open. ``wish``
+        names the act that follows: where one worker is about to load and another to do something else, the key begins
         with :data:`fleet.ps.wire.messages.DISAGREE`.
 
         Returns a key that all workers at the barrier share; ``None`` if the others have met again since.
@@ -453,6 +464,7 @@ class Client:
         self._table(table_id)
         body = {"table": table_id, "action": action, "fields": fields}
         if action == "clear":
+            # The remainders of int8 rows come from gradients of rows that are gone after this.
             self._remainders.forget([table_id])
         return sum(int(answer.get("rows", 0)) for answer in self._all(Op.ALTER, body))
 
@@ -475,7 +487,7 @@ class Client:
     def load(self, dirname: str, *, tables: Sequence[int] | None = None, key: str = "") -> int:
         """Makes every server read its share of a save by any number of servers, once per ``key``; returns the rows.
 
-        All servers check their shares first, so that what one of them refuses changes no table on any.
+        All servers check their shares first, so that a refusal of one of them changes no table on any.
 
         Raises:
             NothingLoaded: a server refuses its share.
@@ -554,7 +566,7 @@ class Client:
         answers: list[dict[str, Any]] = [{} for _ in links]
         ticket = Ticket()
         for link in links:
-
+            # ``place`` is bound now: the loop has moved on when the answer comes.
             def take(header: Header, body: memoryview, place: int = link.index) -> None:
                 answers[place] = decode_control(body)
 

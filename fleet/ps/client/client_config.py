@@ -32,9 +32,9 @@ class ClientConfig:
         answer_timeout_s: reconnect when a server sends nothing for this long while an answer is due.
         connect_timeout_s: time limit of one connection attempt.
         wire: the form in which rows travel, see :mod:`fleet.ps.wire.row_form`.
-        replay_bytes: how much is kept for resending if a server loses what it has acknowledged (levels 0 and 2).
+        replay_bytes: bytes of pushes kept to be sent again if a server loses acknowledged ones (levels 0 and 2).
         shares_memory: large bodies go through memory where the server is on this machine, see
-            :mod:`fleet.ps.wire.shared_bodies`.
+            :mod:`fleet.ps.one_machine.shared_bodies`.
         heartbeat: a thread keeps this worker's lease while it computes.
         max_body_bytes: the largest message, as the servers have it.
         deputy: the client pushes in the name of a worker that was lost, as :meth:`Client.deputy` makes it.
@@ -73,7 +73,8 @@ class ClientConfig:
             raise ConfigError(f"parameter server endpoints {list(self.endpoints)!r}: give each server once.")
         if not 0 <= self.rank < self.num_workers:
             raise ConfigError(f"worker rank {self.rank!r} of {self.num_workers!r}: ranks run from 0.")
-        count, distinct = len(self.endpoints), len({*self.endpoints, *self.standbys})
+        count = len(self.endpoints)
+        distinct = len({*self.endpoints, *self.standbys})
         if self.standbys and (len(self.standbys) != count or distinct < 2 * count):
             raise ConfigError(
                 f"standbys {list(self.standbys)!r} of the parameter servers {list(self.endpoints)!r}: give each server "
@@ -89,7 +90,7 @@ class ClientConfig:
                 raise ConfigError(f"parameter server client: {name} is {getattr(self, name)!r}; it must be above 0.")
 
     def others(self, index: int) -> list[str]:
-        """Returns the endpoints where server ``index`` may be instead of its own."""
+        """Returns the other endpoints where server ``index`` may be."""
         return [*self.standbys[index : index + 1], *(self.places[index] if self.places else ())]
 
     @property

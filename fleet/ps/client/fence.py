@@ -11,7 +11,7 @@ class Fence:
     """What a worker process knows of one server and its standby.
 
     ``epoch`` is the highest that it has seen, 0 before the first answer. ``leader`` is the endpoint that last answered
-    as the one that leads. ``bound`` is the epoch at which it asked the other one without getting an answer: that may
+    as the leader. ``bound`` is the epoch at which it asked the other one without getting an answer: that may
     have been promoted, so the leader's next epoch is not accepted.
     """
 

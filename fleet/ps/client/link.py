@@ -6,7 +6,7 @@ says which number of the channel is durable on the server. An acknowledged chang
 ``_replay``, where the server has a folder to restart from. When the line breaks::
 
     connect, prove the secret, say HELLO         the server answers with the last number it has applied
-    send what is newer in _replay                changes that it acknowledged and lost in a restart
+    send the newer changes of _replay            it acknowledged these and lost them in a restart
     send all that is in _pending                 it answers DUPLICATE where only the answer was lost
 
 A server that comes back without the tables kept no state; the link then fails for good, as it does when a newer process
@@ -23,14 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleet.errors import PSError
 from fleet.ps.client.client_config import ONCE, ClientConfig
-from fleet.ps.client.request import Request
-from fleet.ps.wire.auth import AuthenticationError, check_secret, prove_to_server
-from fleet.ps.wire.memory_file import NotShared
+from fleet.ps.client.connector import Connector, HelloRefused, answer_limit_s
+from fleet.ps.wire.auth import AuthenticationError
 from fleet.ps.wire.messages import (
     Buffer,
     Header,
@@ -38,17 +37,46 @@ from fleet.ps.wire.messages import (
     MessageFlag,
     Op,
     Status,
-    control_body,
+    asks_rows,
     decode_control,
     decode_header,
     encode_header,
 )
 from fleet.ps.wire.sealed import Sealed
-from fleet.ps.wire.shared_bodies import SharedBodies
 from fleet.ps.wire.transport import ConnectionLost, PeerRefused, TransferTimeout, Transport
 
-_LEAST_BEAT_S, _LEAST_LIMIT_S = 5.0, 10.0  # a server that is only slow says so every 2 s
-_LEAST_PATIENCE_S = 0.3  # for a greeting, where there is a standby to turn to; it grows
+_LEAST_BEAT_S = 5.0  # a server that is only slow says so every 2 s
+
+
+OnAnswer = Callable[[Header, memoryview], None]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, until it is answered."""
+
+    op: Op
+    buffers: list[Buffer] = field(default_factory=list)
+    n_tables: int = 0
+    step: int = 0
+    seq: int = 0
+    flags: int = MessageFlag.NONE
+    change: bool = False  # has its own number and is applied once
+    on_answer: OnAnswer | None = None
+    tag: int = 0
+    done: bool = False
+    status: Status = Status.OK
+    error: PSError | None = None
+
+    @property
+    def body_bytes(self) -> int:
+        """The length of the body."""
+        return sum(map(len, self.buffers))
+
+    @property
+    def asks_rows(self) -> bool:
+        """Whether the answer may be large."""
+        return asks_rows(self.op, self.flags)
 
 
 class Link:
@@ -65,17 +93,14 @@ class Link:
     def __init__(
         self, config: ClientConfig, index: int, client_id: int, transport: Transport, notify: Callable[[str], None]
     ) -> None:
-        self.endpoint = config.endpoints[index]
         self.index = index
-        self.name = f"parameter server {index} ({self.endpoint})"
         self.welcome: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.last_used = 0.0
         self._config = config
-        self._endpoints = [self.endpoint, *config.others(index)]
-        self._patience_s = config.connect_timeout_s if len(self._endpoints) == 1 else _LEAST_PATIENCE_S
         self._client_id = client_id
-        self._transport = transport
+        self._connector = Connector(config, index, client_id, transport, notify)
+        self._answer_limit_s = answer_limit_s(config)
         self._notify = notify
         # Called with the ranks that the server waits for, while this worker waits for its answer; may raise.
         self.look_after: Callable[[Sequence[int]], None] = lambda ranks: None
@@ -88,17 +113,14 @@ class Link:
         self._next_seq = 1
         self._next_tag = 1
         self._acknowledged = self._durable = 0
-        self._told_not_shared = False
         self._away_since: float | None = None
-        self._refusals = 0
         self._said = 0.0
         self._dead: PSError | None = None
-        self._body = bytearray(1 << 16)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def open(self) -> dict[str, Any]:
-        """Connects and returns what the server said."""
+        """Connects and returns the server's answer to HELLO."""
         with self.lock:
             self._ensure()
             return self.welcome
@@ -121,9 +143,12 @@ class Link:
             if request.change:
                 self._make_room()
             self._ensure()
-            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._next_tag
+            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
             if request.change:
-                request.seq, self._next_seq = self._next_seq, self._next_seq + 1
+                request.seq = self._next_seq
+                self._next_seq = self._next_seq + 1
+            # Before it is sent: after a cut in the middle the reconnect sends all that is pending.
             self._pending.append(request)
             try:
                 self._transmit(request)
@@ -166,6 +191,7 @@ class Link:
 
     def beat(self, every_s: float) -> None:
         """Sends a sign of life if there was none for ``every_s`` seconds and no other thread uses the link."""
+        # The thread that holds the lock talks to the server, which is a sign of life as well.
         if not self.lock.acquire(blocking=False):
             return
         limit_s = max(every_s, _LEAST_BEAT_S)  # the other servers must hear from this worker, too
@@ -183,12 +209,18 @@ class Link:
                 self._pending.append(ping)
                 self._transmit(ping)
                 self._take_answer(limit_s)
+                # The connection broke. The ping is dropped, because the next HELLO keeps the lease.
                 if not ping.done and ping in self._pending:
                     self._pending.remove(ping)
         except PSError as error:
             self._lost(error)
         finally:
             self.lock.release()
+
+    @property
+    def name(self) -> str:
+        """The server, for messages."""
+        return self._connector.name
 
     @property
     def is_cut(self) -> bool:
@@ -211,16 +243,18 @@ class Link:
             while self._durable < self._acknowledged:
                 if time.monotonic() > deadline:
                     return False
+                # The answer to a request with a number says which change is durable.
                 self.call(Request(Op.PING, seq=self._acknowledged))
                 if self._durable < self._acknowledged:
                     time.sleep(0.005)
         return True
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection; a thread that waits for the server to come back stops waiting."""
+        # Before the lock: its holder may be waiting for the server, and looks at this in every round.
+        self._dead = self._dead or PSError(f"{self.name}: this client is closed.")
         with self.lock:
             self._hang_up()
-            self._dead = self._dead or PSError(f"{self.name}: this client is closed.")
 
     # -- the line ------------------------------------------------------------------------------------------------
 
@@ -228,11 +262,21 @@ class Link:
         assert self._connection is not None
         size = request.body_bytes
         flags = request.flags
+        # Each direction has one place in memory: the server reads the last body there until it has answered it.
         if (self._in_memory is None or self._in_memory.done) and self._connection.takes_in_memory(size):
             flags |= MessageFlag.IN_MEMORY
             self._in_memory = request
-        tables, tag = request.n_tables, request.tag
-        header = Header(request.op, flags, self._client_id, request.seq, request.step, tables, Status.OK, size, tag)
+        header = Header(
+            request.op,
+            flags,
+            self._client_id,
+            request.seq,
+            request.step,
+            request.n_tables,
+            Status.OK,
+            size,
+            request.tag,
+        )
         self._connection.send(encode_header(header), request.buffers, self._config.answer_timeout_s)
         self.last_used = time.monotonic()
 
@@ -253,6 +297,7 @@ class Link:
             raise
         self._away_since = None
         request = self._pending[0]
+        # Answers come in the order of the requests; after a mismatch only a new connection helps.
         if header.tag != request.tag or header.op != request.op:
             self._lost(MessageError(f"{self.name} answered {header.op.name} to {request.op.name}."))
             return True
@@ -279,13 +324,9 @@ class Link:
     def _receive(self, limit_s: float = math.inf) -> tuple[Header, memoryview]:
         if self._connection is None:
             raise ConnectionLost(f"{self.name} is not connected.")
-        limit = min(self._config.answer_timeout_s, max(self._config.deadline_s / 4, _LEAST_LIMIT_S), limit_s)
+        limit = min(self._answer_limit_s, limit_s)
         header = decode_header(self._connection.receive_header(limit, limit), self._config.max_body_bytes)
-        body = self._connection.body_in_memory(header.body_bytes)
-        if body is None:
-            if header.body_bytes > len(self._body):
-                self._body = bytearray(header.body_bytes + header.body_bytes // 4)
-            body = memoryview(self._body)[: header.body_bytes]
+        body = self._connection.body(header.body_bytes)
         self._connection.receive_body(body, limit)
         self.last_used = time.monotonic()
         return header, body
@@ -294,6 +335,8 @@ class Link:
         if request.change and header.status in (Status.OK, Status.DUPLICATE):  # other answers: not applied
             self._acknowledged = max(self._acknowledged, request.seq)
             if self.welcome.get("keeps") and header.seq < request.seq:
+                # Acknowledged but not durable: a restart of the server may lose it. The arrays belong to the caller,
+                # who uses them again, so the bytes are copied. The values in the answer were used already.
                 buffers: list[Buffer] = [bytes(buffer) for buffer in request.buffers]
                 kept = replace(request, buffers=buffers, flags=request.flags & ~MessageFlag.VALUES, on_answer=None)
                 if not self._replay or self._replay[-1].seq < request.seq:
@@ -339,57 +382,41 @@ class Link:
             try:
                 self._connect()
             except (AuthenticationError, PeerRefused) as error:
-                self._refusals += 1
-                if self._refusals >= 3:
+                self._connector.refusals += 1
+                if self._connector.refusals >= 3:
                     raise
                 self._lost(error)
             except (ConnectionLost, TransferTimeout, MessageError) as error:
                 self._lost(error)
             else:
-                self._refusals = 0
+                self._connector.refusals = 0
                 return
             self._say_away()
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _connect(self) -> None:
-        config = self._config
-        secret = check_secret(self.endpoint, config.secret)
-        connection = None
         try:
-            connection = self._transport.connect(self.endpoint, self._patience_s)
-            self._connection = prove_to_server(connection, self.endpoint, secret, self._patience_s)
-            self._in_memory = None
-            self._greet()
+            connection, answer = self._connector.connect(is_again=bool(self.welcome))
+        except HelloRefused as error:
+            self._dead = error
+            raise
+        self._connection = connection
+        # The new connection shares other memory, in which no request lies yet.
+        self._in_memory = None
+        self.last_used = time.monotonic()
+        try:
+            self._resume(answer)
             for request in self._pending:
                 self._transmit(request)
         except BaseException:
-            self._connection = None
-            if connection is not None:
-                connection.close()
-            self._turn()
+            self._hang_up()
+            # The server may be at its other endpoint by now.
+            self._connector.turn()
             raise
-        self._patience_s = min(self._patience_s, config.connect_timeout_s)
 
-    def _turn(self) -> None:
-        """Turns to the next endpoint where the server may be; where there is one alone, to the same."""
-        at = (self._endpoints.index(self.endpoint) + 1) % len(self._endpoints)
-        self.endpoint = self._endpoints[at]
-        self.name = f"parameter server {self.index} ({self.endpoint})"
-        self._patience_s = min(1.5 * self._patience_s, self._config.connect_timeout_s)
-
-    def _greet(self) -> None:
-        config = self._config
-        fields: dict[str, Any] = {"rank": config.rank, "channel": config.channel}
-        fields.update(num_workers=config.num_workers, job=config.job)
-        if config.deputy:
-            fields["deputy"] = "keep" if self.welcome else "take"
-        memory, offered = self._offer_memory()
-        fields.update(offered)
-        header, answer = self._agree(fields) if config.has_others else self._say_hello(fields)
-        if header.op is not Op.HELLO or header.status is not Status.OK:
-            self._dead = PSError(f"{self.name}: {answer.get('error', 'it did not greet back')}")
-            raise self._dead
+    def _resume(self, answer: dict[str, Any]) -> None:
+        """Goes on from the last change that the server has, which is in its ``answer`` to HELLO."""
         first = not self.welcome
         lost = set(self.welcome.get("tables", ())) - set(answer["tables"])
         if lost:
@@ -399,70 +426,13 @@ class Link:
             )
             raise self._dead
         self.welcome = answer
-        self._take_memory(memory, answer)
         if first:
-            before = 0 if config.channel >= ONCE else answer["last"]
+            # On channels from ONCE on every process numbers its changes from 1.
+            before = 0 if self._config.channel >= ONCE else answer["last"]
             self._next_seq = before + 1
             self._acknowledged = self._durable = before
             return
         self._queue_again(answer["last"])
-
-    def _offer_memory(self) -> tuple[SharedBodies | None, dict[str, Any]]:
-        """Returns memory for a server that may be on this machine, and the field of HELLO that offers it."""
-        assert self._connection is not None
-        if not (self._config.shares_memory and self._connection.is_here):
-            return None, {}
-        try:
-            memory, place = SharedBodies.make()
-        except NotShared as error:
-            self._say_not_shared(error)
-            return None, {}
-        return memory, {"memory": place}
-
-    def _take_memory(self, memory: SharedBodies | None, answer: dict[str, Any]) -> None:
-        if memory is None or self._connection is None:
-            return
-        memory.seal_off()
-        if answer.get("memory") is True:
-            self._connection.share(memory)
-        else:
-            self._say_not_shared(answer.get("memory"))
-
-    def _say_not_shared(self, reason: object) -> None:
-        if not self._config.channel and not self._told_not_shared:
-            self._told_not_shared = True
-            self._notify(
-                f"{self.name} is on this machine and shares no memory with this worker: {reason} What is large goes "
-                "through the socket, which takes more processor time. FLEET_PS_SHARED_MEMORY=0 omits this line"
-            )
-
-    def _say_hello(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
-        self._transmit(Request(Op.HELLO, [control_body(fields)]))
-        header, body = self._receive()
-        return header, decode_control(body)
-
-    def _agree(self, fields: dict[str, Any]) -> tuple[Header, dict[str, Any]]:
-        """Says hello until both sides know the same epoch, see [Note: Which of two servers]."""
-        fence = self._config.fences.of(self.index)
-        with fence.lock:
-            while True:
-                # A shard that moves is not promoted by questions.
-                is_other = self.endpoint != (fence.leader or self._endpoints[0])
-                asks_standby = bool(self._config.standbys) and is_other and fence.epoch > 0
-                if asks_standby:
-                    fence.bound = fence.epoch  # until it answers: it may be promoted by this question
-                header, answer = self._say_hello({**fields, "epoch": fence.epoch})
-                if asks_standby:
-                    fence.bound = None
-                self._refusals = 0
-                if "standby" in answer:
-                    raise ConnectionLost(f"{self.name} does not serve: {answer['standby']}.")
-                known = answer.get("epoch")
-                if known is not None and (int(known) <= fence.epoch or not fence.learn(int(known))):
-                    raise ConnectionLost(f"{self.name} may have been replaced by its standby.")
-                fence.leader = self.endpoint
-                if known is None:
-                    return header, answer
 
     def _queue_again(self, last: int) -> None:
         """Queues the changes after ``last`` that were acknowledged and lost, ahead of the pending requests."""
@@ -473,7 +443,8 @@ class Link:
             self._notify(f"{self.name} came back without {missing} changes that are no longer kept here")
         for request in again:
             request.done = False
-            request.tag, self._next_tag = self._next_tag, self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._next_tag
+            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
         self._pending.extendleft(reversed(again))
 
     def created(self, table_ids: set[int]) -> None:
@@ -489,7 +460,7 @@ class Link:
             self._said = now
             away = now - (self._away_since or now)
             self._notify(f"server not ready, wait {self._config.retry_interval_s:g} sec to retry...")
-            self._notify(f"not ready endpoints:{[self.endpoint]}")
+            self._notify(f"not ready endpoints:{[self._connector.endpoint]}")
             self._notify(f"{self.name} is away for {away:.0f} s; giving up at {self._config.deadline_s:g} s")
 
     def _say_waiting(self, fields: dict[str, Any]) -> None:

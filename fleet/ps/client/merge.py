@@ -81,9 +81,11 @@ def with_distinct_ids(gradients: Sequence[Gradient]) -> Gradient:
     if len(gradients) == 1 and gradients[0].distinct:
         return gradients[0]
     if len(gradients) == 1:
-        every, rows = gradients[0].ids, gradients[0].rows
+        every = gradients[0].ids
+        rows = gradients[0].rows
     else:
-        every, rows = np.concatenate([one.ids for one in gradients]), np.concatenate([one.rows for one in gradients])
+        every = np.concatenate([one.ids for one in gradients])
+        rows = np.concatenate([one.rows for one in gradients])
     return Gradient(*sum_by_key(every, rows)[:2])
 
 

@@ -16,7 +16,7 @@ from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.messages import Buffer, Header, MessageError, TablePart, control_body, decode_parts
+from fleet.ps.wire.messages import Buffer, Header, MessageError, MessageFlag, TablePart, control_body, decode_parts
 from fleet.ps.wire.row_form import wide_parts
 
 Keys = NDArray[np.int64]
@@ -126,7 +126,7 @@ class TableMap:
         return parts
 
     def questions(self, ids: Keys | None, out: Rows | Take | None) -> tuple[Any, list[list[tuple[TablePart, Target]]]]:
-        """Returns where the answer to a pull goes, and per server what is asked and its place there.
+        """Returns where the answer to a pull goes, and per server the questions and the places of their answers.
 
         Args:
             ids: int64; ``None`` for a dense table.
@@ -204,13 +204,14 @@ def _without(spec: dict[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in spec.items() if name not in left_out}
 
 
-def rows_of_answer(header: Header, body: Buffer, bfloat16: bool) -> list[TablePart]:
+def rows_of_answer(header: Header, body: Buffer) -> list[TablePart]:
     """Returns the parts of an answer with float32 rows; they may be views of ``body``."""
+    bfloat16 = bool(header.flags & MessageFlag.BFLOAT16)
     parts = decode_parts(body, header.n_tables, bfloat16)
     for part in parts:
         if part.rows is None:
             raise MessageError(f"an answer for table {part.table_id} without rows.")
-    return wide_parts(parts)
+    return wide_parts(parts) if bfloat16 else parts
 
 
 def _kind(value: Any) -> str:

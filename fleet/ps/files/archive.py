@@ -23,7 +23,8 @@ def check_archive(file: Path | IO[bytes], label: str) -> None:
             parts = archive.infolist()
             end = archive.start_dir
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # torch reports what is wrong
+        return  # torch reports the damage
+    # Stored parts can overlap as well: their sizes together must fit before the directory at the end.
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > end:
         raise CheckpointError(
             f"{label}: its parts are compressed and could expand to any size; a checkpoint is not compressed. If you "
@@ -32,10 +33,10 @@ def check_archive(file: Path | IO[bytes], label: str) -> None:
 
 
 def check_parts(file: IO[bytes], label: str) -> None:
-    """Raises CheckpointError, beginning with ``label``, when a part of an archive is not what was written.
+    """Raises CheckpointError, beginning with ``label``, when the checksum of a part of an archive is wrong.
 
-    ``torch.load`` does not look at the checksums. Other files are left to torch, and archives that were written without
-    checksums (``torch.serialization.set_crc32_options(False)``) are taken as they are in a process that writes such.
+    ``torch.load`` does not look at the checksums. Other files are left to torch. Nothing is checked in a process that
+    writes archives without checksums (``torch.serialization.set_crc32_options(False)``).
     """
     if not zipfile.is_zipfile(file) or not torch.serialization.get_crc32_options():
         return

@@ -58,6 +58,7 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
         if len(crc) != _CRC.size:
             raise CheckpointError(f"{path}: the snapshot ends early; restore it from a copy.")
         magic, n, stamp, width, kind, size = _CHUNK.unpack(head)
+        # The head has a checksum apart from the payload: a damaged size must not be read, or allocated.
         head_crc, checksum = _CRC.unpack(crc)
         is_head = magic == _CHUNK_MAGIC and head_crc == zlib.crc32(head) and size <= bytes_left(file)
         payload = file.read(size) if is_head else None
@@ -69,6 +70,6 @@ def read_chunks(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, int, int
 
 
 def read_end(file: BinaryIO, path: Path) -> None:
-    """Reads the end chunk; raises :class:`CheckpointError` if there is something else."""
+    """Reads the end chunk; raises :class:`CheckpointError` for any other chunk."""
     if list(read_chunks(file, path)):
         raise CheckpointError(f"{path}: the snapshot continues where its end should be; restore it from a copy.")

@@ -1,4 +1,4 @@
-"""Manifest: what one server's part of a saved table holds, and the checks before a part is trusted."""
+"""Manifest: the description of one server's part of a saved table, and the checks before a part is trusted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from urllib.parse import quote, unquote
 import numpy as np
 import numpy.typing as npt
 
+from fleet.common.plain_files import replace_file
 from fleet.errors import CheckpointError
-from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, read_block, write_atomically
+from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, read_block
 from fleet.ps.table.layout import Int64s
 from fleet.ps.table.rows import RowBlock
 
 FORMAT = 1
 _NAME = re.compile(r"part-([0-9]{3,9})\.json")
 _DATA = re.compile(r"part-([0-9]{3,9})-[0-9a-f]{12}\.(rows|dense)")
-_MAX_SERVERS, _MAX_BYTES = 1 << 16, 1 << 28
+_MAX_SERVERS = 1 << 16
+_MAX_BYTES = 1 << 28
 _SHOWN = 20  # tables in a message
 
 
@@ -32,7 +34,7 @@ Mine = Callable[[Int64s], npt.NDArray[np.bool_]]  # which of the given keys belo
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: rows (elements of a dense table), bytes, and the row file."""
+    """The result of a save: how many rows (elements of a dense table) and bytes it wrote, and the row file."""
 
     rows: int
     num_bytes: int
@@ -64,6 +66,9 @@ class Manifest:
         num_bytes: its size.
         rows: how many rows (elements of a dense table) it holds.
         extents: where they are.
+        continues: of an increment (mode 1), the ids of the saves that it may be loaded after; none: nothing before it.
+        deleted: of an increment, how many ids are deleted before its rows are put in; they are at the end of ``data``.
+        deleted_crc32: their checksum.
     """
 
     kind: str
@@ -76,6 +81,9 @@ class Manifest:
     num_bytes: int
     rows: int
     extents: tuple[Extent, ...] = ()
+    continues: tuple[str, ...] = ()
+    deleted: int = 0
+    deleted_crc32: int = 0
 
 
 def table_folder(dirname: str | Path, table: str) -> Path:
@@ -103,32 +111,35 @@ def part_number(path: Path) -> int | None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publishes a part; before this nothing referred to its row file."""
+    # The body is a string inside the file: its checksum then covers exact bytes, whatever order a reader keeps keys in.
     body = json.dumps(asdict(manifest), sort_keys=True)
-    text = json.dumps({"format": FORMAT, "crc32": zlib.crc32(body.encode()), "part": body})
-    write_atomically(manifest_path(folder, manifest.server), text.encode())
+    checksum = zlib.crc32(body.encode())
+    replace_file(
+        manifest_path(folder, manifest.server), json.dumps({"format": FORMAT, "crc32": checksum, "part": body})
+    )
 
 
 def read_manifest(path: Path) -> Manifest:
     """Returns a checked manifest.
 
     Raises:
-        CheckpointError: the file is damaged or of another format, or names anything but a row file of its own server.
+        CheckpointError: the file is damaged or of another format, or names anything but a row file of this server.
     """
     with open_plain(path) as file:
         data = file.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
+    if len(data) > _MAX_BYTES:  # before json: a forged manifest must not fill the memory
         raise CheckpointError(f"{path}: more than {_MAX_BYTES} bytes, the most a manifest has. The file is damaged.")
     try:
         outer = json.loads(data)
         version = outer["format"]
-        crc = outer["crc32"]
         body = outer["part"]
         if version != FORMAT:
             raise CheckpointError(f"{path}: a manifest of format {version!r:.40}; this release reads format {FORMAT}.")
-        if zlib.crc32(body.encode()) != crc:
+        if zlib.crc32(body.encode()) != outer["crc32"]:
             raise CheckpointError(f"{path}: the checksum is wrong. The file is damaged; load another checkpoint.")
         fields = json.loads(body)
         fields["extents"] = tuple(Extent(**extent) for extent in fields["extents"])
+        fields["continues"] = tuple(fields["continues"])
         manifest = Manifest(**fields)
         problem = _problem(manifest, path)
     except CheckpointError:
@@ -141,21 +152,30 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _problem(part: Manifest, path: Path) -> str:
-    """Returns what is impossible in the manifest at ``path``: a checksum shows damage, but anybody can compute one."""
+    """Returns the first impossible value of the manifest at ``path``; empty without one.
+
+    The checksum shows damage, not forgery: anybody can compute one.
+    """
     named = _DATA.fullmatch(part.data)
-    numbers = [part.server, part.num_servers, part.num_bytes, part.rows, part.mode]
+    numbers = [part.server, part.num_servers, part.num_bytes, part.rows, part.mode, part.deleted, part.deleted_crc32]
     if named is None:
         return f"it names the file {part.data!r:.200}; a row file is called part-NNN-xxxxxxxxxxxx.rows, beside it"
     if int(named[1]) != part.server or path.name != manifest_path(path.parent, part.server).name:
         return f"it is the part of server {part.server!r:.40} and names the file {part.data!r}"
     suffix = {"sparse": "rows", "dense": "dense"}[part.kind]
     numbers += [number for extent in part.extents for number in asdict(extent).values()]
+    # type() and not isinstance(): True and False are integers to isinstance.
     kinds = {type(number) for number in numbers}
-    if named[2] != suffix or kinds != {int} or not isinstance(part.config, dict) or not isinstance(part.save_id, str):
+    are_texts = all(isinstance(text, str) for text in (part.save_id, *part.continues))
+    if named[2] != suffix or kinds != {int} or not isinstance(part.config, dict) or not are_texts:
         return "a value has the wrong type"
     if min(numbers) < 0 or not 0 < part.num_servers <= _MAX_SERVERS:
         return "a number is out of range"
-    if any(e.offset + e.num_bytes > part.num_bytes or e.rows * LEAST_ROW_BYTES > e.num_bytes for e in part.extents):
+    # The sum as well as each extent: extents that overlap would make a loader read the same rows again and again.
+    of_rows = sum(e.num_bytes for e in part.extents)
+    if of_rows + 8 * part.deleted > part.num_bytes or any(
+        e.offset + e.num_bytes > part.num_bytes or e.rows * LEAST_ROW_BYTES > e.num_bytes for e in part.extents
+    ):
         return "its extents do not fit its size"
     own = [part.config[key] for key in ("start", "total", "crc32")] if part.kind == "dense" else []
     if any(type(number) is not int or number < 0 for number in own) or (own and 4 * part.rows > part.num_bytes):
@@ -180,8 +200,9 @@ def read_parts(folder: Path) -> list[Manifest]:
     """
     found = {number: path for path in folder.glob("part-*.json") if (number := part_number(path)) is not None}
     if not found:
-        raise CheckpointError(_what_is_there(folder))
+        raise CheckpointError(_no_table_message(folder))
     parts = [read_manifest(found[server]) for server in sorted(found)]
+    # Servers replace their parts one after the other: a save that was cut off leaves old and new ones side by side.
     saves = sorted({(part.num_servers, part.save_id, part.kind) for part in parts})
     if len(saves) > 1:
         raise CheckpointError(
@@ -212,6 +233,23 @@ def read_parts(folder: Path) -> list[Manifest]:
 def extents_of(part: Manifest, ranges: tuple[int, int] | None) -> list[Extent]:
     """Returns the extents that hold keys of ``ranges``: (first, last + 1) virtual ranges, ``None`` for all."""
     return [e for e in part.extents if ranges is None or (e.first < ranges[1] and ranges[0] <= e.last)]
+
+
+def deleted_of(folder: Path, part: Manifest) -> Int64s:
+    """Returns the ids that an increment deletes, int64 [n].
+
+    Raises:
+        CheckpointError: the row file is damaged.
+    """
+    path = folder / part.data
+    with open_plain(path) as file:
+        file.seek(part.num_bytes - 8 * part.deleted)
+        data = file.read(8 * part.deleted)
+    if zlib.crc32(data) != part.deleted_crc32 or len(data) != 8 * part.deleted:
+        raise CheckpointError(
+            f"{path}: the checksum of its deleted ids is wrong. The file is damaged; load another one."
+        )
+    return np.frombuffer(data, "<i8").astype(np.int64)
 
 
 def blocks_of(
@@ -256,8 +294,8 @@ def paddle_model_in(folder: Path) -> str:
     )
 
 
-def _what_is_there(folder: Path) -> str:
-    """Returns a message that says what there is instead of a table's ``folder`` with parts."""
+def _no_table_message(folder: Path) -> str:
+    """Returns the message for a ``folder`` without parts, naming the files or tables that are there instead."""
     given = folder.parent
     if hint := paddle_model_in(folder) or paddle_model_in(given):
         return f"{folder}: no saved table here (no part-NNN.json).{hint}"

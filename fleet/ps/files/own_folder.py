@@ -1,4 +1,4 @@
-"""A server's folder belongs to its user alone: what somebody else has put there is refused, not used."""
+"""A server's folder belongs to its user alone; a folder that somebody else has put there is refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import tempfile
 from pathlib import Path
 
 from fleet.errors import ConfigError
-
-# Flags to open with: a link is an error, and a FIFO does not block.
-PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def own_folder(path: Path) -> None:
@@ -37,15 +34,6 @@ def own_folder(path: Path) -> None:
         raise _refused(
             path, f"belongs to user {found.st_uid} and has mode {mode:o}, but this process is user {made.st_uid}"
         )
-
-
-def sync_names(folder: Path) -> None:
-    """Makes the names in ``folder``, or the content of a file, survive a power failure."""
-    fd = os.open(folder, os.O_RDONLY | PLAIN)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _refused(path: Path, what: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Row files: blocks of rows with a checksum each, and the small atomic writes around them.
+"""Row files: blocks of rows with a checksum each.
 
 A block is a header of 48 bytes and the arrays of a :class:`fleet.ps.RowBlock` one after the other, little-endian::
 
@@ -9,7 +9,6 @@ A block is a header of 48 bytes and the arrays of a :class:`fleet.ps.RowBlock` o
 from __future__ import annotations
 
 import os
-import stat
 import struct
 import zlib
 from pathlib import Path
@@ -18,15 +17,16 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from fleet.common.plain_files import open_to_read
 from fleet.errors import CheckpointError
-from fleet.ps.files.own_folder import PLAIN
 from fleet.ps.table.hash import mix, range_of
 from fleet.ps.table.rows import RowBlock, Statistics
 
 _HEADER = struct.Struct("<4sHHIIIHHqQII")
-_MAGIC, _VERSION, _HAS_STATISTICS, _HAS_RANKS = b"FPSR", 1, 1, 2
+_MAGIC = b"FPSR"
+_VERSION = 1
+_HAS_STATISTICS, _HAS_RANKS = 1, 2  # flags
 _MAX_ROWS, _MAX_FLOATS = 1 << 24, 1 << 24
-_BUFFER_BYTES = 1 << 20
 HEADER_BYTES = _HEADER.size
 LEAST_ROW_BYTES = 19  # key, days, count, flags, and one float
 
@@ -43,15 +43,12 @@ def encode_block(block: RowBlock) -> bytes:
     ]
     if block.statistics is not None:
         kept = block.statistics
-        arrays += [
-            kept.shows.astype("<f8"),
-            kept.clicks.astype("<f8"),
-            kept.delta_scores.astype("<f4"),
-            kept.slots.astype("<u4"),
-        ]
+        arrays += [kept.shows.astype("<f8"), kept.clicks.astype("<f8")]
+        arrays += [kept.delta_scores.astype("<f4"), kept.slots.astype("<u4")]
     if block.ranks is not None:
         arrays.append(block.ranks.astype("<i8"))
     payload = b"".join(array.tobytes() for array in arrays)
+    # A block without rows gets an empty interval, 4095 to 0.
     ranges = range_of(mix(block.keys))
     fields = (
         _MAGIC,
@@ -95,10 +92,11 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
         )
     if version != _VERSION:
         raise CheckpointError(f"{where}: blocks of version {version}; this release reads version {_VERSION}.")
+    # Every length is checked against the others and the file before memory is allocated for it.
     dtypes = _dtypes(width, bool(flags & _HAS_STATISTICS), bool(flags & _HAS_RANKS))
     if rows > _MAX_ROWS or width > _MAX_FLOATS or size != rows * sum(dtype.itemsize for dtype in dtypes):
         raise CheckpointError(f"{where}: {rows} rows of {width} floats do not make {size} bytes. The file is damaged.")
-    payload = file.read(min(size, bytes_left(file)))  # nothing is allocated before the file is known to have it
+    payload = file.read(min(size, bytes_left(file)))
     if len(payload) < size:
         raise CheckpointError(
             f"{where}: the file ends inside a block ({len(payload)} of {size} bytes). The file is "
@@ -130,15 +128,10 @@ def _decode(payload: bytes, rows: int, dtypes: list[np.dtype[np.void]], stamp: i
         arrays.append(np.frombuffer(payload, base, count, position))
         position += rows * dtype.itemsize
     keys, unseen_days, counts, flags, values, *rest = arrays
-    kept = None
+    # Statistics are four arrays, ranks one: a rest that four does not divide ends with ranks.
     ranks = rest.pop().astype(np.int64) if len(rest) % 4 else None
-    if rest:
-        kept = Statistics(
-            rest[0].astype(np.float64),
-            rest[1].astype(np.float64),
-            rest[2].astype(np.float32),
-            rest[3].astype(np.uint32),
-        )
+    kinds = (np.float64, np.float64, np.float32, np.uint32)
+    kept = Statistics(*(array.astype(kind) for array, kind in zip(rest, kinds, strict=True))) if rest else None
     return RowBlock(
         keys.astype(np.int64),
         unseen_days.astype(np.int64),
@@ -164,59 +157,6 @@ def open_plain(path: Path) -> BinaryIO:
         CheckpointError: it is absent, a symbolic link (which may lead anywhere), or not a regular file.
     """
     try:
-        if path.is_symlink() or not stat.S_ISREG(path.lstat().st_mode):
-            what = "a symbolic link" if path.is_symlink() else "not a regular file"
-            raise CheckpointError(f"{path}: {what}; a checkpoint holds regular files only. Put the file itself there.")
-        return os.fdopen(os.open(path, os.O_RDONLY | PLAIN), "rb")
+        return open_to_read(path)
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
-
-
-class temporary_file:
-    """A file that is at its path, durable, once the block ends without an error; otherwise nothing is left."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = path.with_name(f".{path.name}.tmp")
-
-    def __enter__(self) -> BinaryIO:
-        self._at.unlink(missing_ok=True)
-        self._file = self._at.open("xb", buffering=_BUFFER_BYTES)  # does not follow a link that somebody has left there
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with self._file:  # closing flushes the buffer, which fails again on a full disk
-                if kind is None:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            if kind is None:
-                publish(self._at, self._path)
-        finally:
-            self._at.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path`` atomically: after a crash there is the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with temporary.open("xb") as file:  # does not follow a link that somebody has left there
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Renames a finished temporary file into place and makes the rename durable."""
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,12 +1,15 @@
 """Save and load tables: safe while training runs, readable by any number of servers.
 
 Every server writes its own part: a row file and, once that is durable, a small manifest that names it. Rows are
-grouped by virtual range, so that a loader reads only what it will hold::
+grouped by virtual range, so that a loader reads only the rows that it will hold::
 
     {dirname}/{table}/part-{server:03d}.json        manifest: configuration, extents, size
     {dirname}/{table}/part-{server:03d}-{id}.rows   blocks with a checksum each, see fleet.ps.files.row_file
 
 A part replaces an older one of the same server in one step; a crash leaves the old part.
+
+An increment (mode 1) names the saves that it continues, and the ids that were deleted since: it is loaded after one of
+these only, see :class:`fleet.ps.table.save_chain.SaveChain`.
 
 Save modes (those of Paddle's CTR accessors)::
 
@@ -27,6 +30,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fleet.common.plain_files import replacing
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.manifest import (
     Extent,
@@ -34,6 +38,7 @@ from fleet.ps.files.manifest import (
     Mine,
     Saved,
     blocks_of,
+    deleted_of,
     extents_of,
     manifest_path,
     part_number,
@@ -42,7 +47,7 @@ from fleet.ps.files.manifest import (
     table_folder,
     write_manifest,
 )
-from fleet.ps.files.row_file import encode_block, open_plain, temporary_file
+from fleet.ps.files.row_file import encode_block, open_plain
 from fleet.ps.files.text_format import rows_of_text, text_parts
 from fleet.ps.table.accessor import accessor_score
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
@@ -53,7 +58,8 @@ from fleet.ps.table.sparse_table import SparseTable
 from fleet.ps.table.table_spec import difference_of_shapes
 
 SAVE_MODES = {0: "all", 1: "delta", 2: "base", 3: "batch model"}
-_GROUP_BITS, _ROWS_PER_LOT = 6, 1 << 17
+_GROUP_BITS = 6  # 64 groups of the 4096 virtual ranges
+_ROWS_PER_LOT = 1 << 17
 
 
 def check_save_mode(mode: int, config: SparseTableConfig | None = None) -> None:
@@ -80,7 +86,7 @@ def save_table(
     save_id: str = "",
     stamp: Callable[[], int] | None = None,
 ) -> Saved:
-    """Writes this server's part of a sparse table; pulls and pushes may continue meanwhile.
+    """Writes this server's part of a sparse table while pulls and pushes continue.
 
     Args:
         table: the table.
@@ -89,8 +95,8 @@ def save_table(
         server, num_servers: which part of how many.
         save_id: the same string on all servers of one save and another one for each save, so that an unfinished save
             is refused when loading.
-        stamp: called while no push holds ``table.gate``; each block carries what it returned when the block was
-            copied.
+        stamp: called while no push holds ``table.gate``; each block carries the number that it returned when the block
+            was copied.
 
     Raises:
         ConfigError: an unknown mode, or one for which the table keeps no statistics.
@@ -99,22 +105,32 @@ def save_table(
     check_save_mode(mode, table.config)
     folder = table_folder(dirname, table.config.name)
     path = _new_part(folder, server, "rows")
-    with temporary_file(path) as file:
-        writer = _GroupWriter(file)
-        for block in table.blocks(stamp=stamp):
-            block.ranks = None  # they count the changes of this server alone
-            writer.add(_selected(table.config, block, mode))
-        extents, rows, num_bytes = writer.finish()
-    manifest = Manifest(
-        "sparse", dict(table.config.as_dict()), server, num_servers, save_id, mode, path.name, num_bytes, rows, extents
-    )
-    _publish_part(folder, manifest)
-    if mode in (1, 2):
-        for _, block in blocks_of(folder, manifest):
-            if block.statistics is not None:
-                table.settle(block.keys, block.statistics.delta_scores)
-    if mode == 3:
-        table.advance_day()
+    save_id = save_id or secrets.token_hex(8)
+    chain = table.chain
+    with chain.saving():
+        continues, deleted = (chain.saves, chain.deleted.astype("<i8").tobytes()) if mode == 1 else ([], b"")
+        with replacing(path) as file:
+            writer = _GroupWriter(file)
+            for block in table.blocks(stamp=stamp):
+                block.ranks = None  # they count the changes of this server alone
+                writer.add(_selected(table.config, block, mode))
+            extents, rows, num_bytes = writer.finish()
+            num_bytes += file.write(deleted)
+        manifest = Manifest(
+            "sparse", dict(table.config.as_dict()), server, num_servers, save_id, mode, path.name, num_bytes, rows,
+            extents, tuple(continues), len(deleted) // 8, zlib.crc32(deleted),
+        )  # fmt: skip
+        _publish_part(folder, manifest)
+        if mode in (1, 2):
+            chain.begin_with(save_id)
+            # The scores are taken from the file, not from the table: pushes may have raised them since they were saved.
+            for _, block in blocks_of(folder, manifest):
+                if block.statistics is not None:
+                    table.settle(block.keys, block.statistics.delta_scores)
+        else:
+            chain.add_whole(save_id)
+        if mode == 3:
+            table.advance_day()
     return Saved(rows, num_bytes, path)
 
 
@@ -139,54 +155,68 @@ def load_table(
 
 
 def check_table(table: SparseTable, dirname: str | Path, *, ranges: tuple[int, int] | None = None) -> None:
-    """Reads all that :func:`load_table` would load, a block at a time; the table is unchanged.
+    """Reads the save that :func:`load_table` would load, a block at a time; the table is unchanged.
 
     Raises:
         CheckpointError: a file is absent, damaged, or of a table of another shape.
     """
-    for _ in _saved_rows(table, dirname, None, ranges)[1]:
+    _, parts, blocks = _saved_rows(table, dirname, None, ranges)
+    for part in parts:
+        deleted_of(table_folder(dirname, table.config.name), part)
+    for _ in blocks:
         pass
 
 
 def load_checked_table(
     table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, ranges: tuple[int, int] | None = None
 ) -> int:
-    """Loads like :func:`load_table` what :func:`check_table` has read.
+    """Loads a save that :func:`check_table` has read; arguments and result are those of :func:`load_table`.
 
     Raises:
         CheckpointError: a file has been damaged since; the table may have a part of the rows.
     """
-    expected, blocks = _saved_rows(table, dirname, mine, ranges)
+    expected, parts, blocks = _saved_rows(table, dirname, mine, ranges)
     loaded = 0
+    # Deletions first: an id that was deleted and has come back since is among the rows.
+    for part in parts:
+        gone = deleted_of(table_folder(dirname, table.config.name), part)
+        table.erase(gone if mine is None else gone[mine(gone)])
     table.reserve(expected)
     for block in blocks:
         table.insert(block)
         loaded += len(block)
+    table.chain.begin([part.save_id for part in parts[:1]])
     return loaded
 
 
 def _saved_rows(
     table: SparseTable, dirname: str | Path, mine: Mine | None, ranges: tuple[int, int] | None
-) -> tuple[int, Iterator[RowBlock]]:
-    """Returns how many rows of a save to make room for, and those that belong here, which are read on the way."""
+) -> tuple[int, Sequence[Manifest], Iterator[RowBlock]]:
+    """Returns how many rows of a save to make room for, its parts, and the rows that belong here, read on the way."""
     folder = table_folder(dirname, table.config.name)
     if not list(folder.glob("part-*.json")) and text_parts(folder):
-        return 0, rows_of_text(table, dirname, mine=mine)
+        return 0, (), rows_of_text(table, dirname, mine=mine)
     parts = read_parts(folder)
     for part in parts:
         _check_fits(manifest_path(folder, part.server), table.config, part)
+        _check_continues(folder, table, part)
     expected = sum(extent.rows for part in parts for extent in extents_of(part, ranges))
-    return expected, _rows_of_parts(folder, parts, mine, ranges, table.layout.row_floats)
+    width = table.layout.row_floats
+    blocks = (block for part in parts for _, block in blocks_of(folder, part, ranges, row_floats=width))
+    return expected, parts, (block if mine is None else block.take(mine(block.keys)) for block in blocks)
 
 
-def _rows_of_parts(
-    folder: Path, parts: Sequence[Manifest], mine: Mine | None, ranges: tuple[int, int] | None, row_floats: int
-) -> Iterator[RowBlock]:
-    for part in parts:
-        for _, block in blocks_of(folder, part, ranges, row_floats=row_floats):
-            chosen = block if mine is None else block.take(mine(block.keys))
-            if len(chosen):
-                yield chosen
+def _check_continues(folder: Path, table: SparseTable, part: Manifest) -> None:
+    held = table.chain.saves
+    if part.mode != 1 or set(held) & set(part.continues) or (not held and not part.continues):
+        return
+    wanted = f"save {part.continues[-1]}" if part.continues else "no other save"
+    there = f"save {held[-1]}" if held else "no save"
+    raise CheckpointError(
+        f"{folder}: save {part.save_id} is an increment (mode 1) that continues {wanted}, and table "
+        f"{table.config.name!r} holds {there}. Load the base first (mode 0 or 2), then every "
+        "increment after it, each once and in the order in which they were saved."
+    )
 
 
 class _GroupWriter:
@@ -213,6 +243,7 @@ class _GroupWriter:
         self._waiting_rows = 0
         orders = []
         bounds = []
+        # A stable sort per lot: rows of one stamp keep their order, and each group of a lot becomes one block.
         for lot in lots:
             group = (range_of(mix(lot.keys)) >> (12 - _GROUP_BITS)).astype(np.uint8)
             orders.append(np.argsort(group, kind="stable"))
@@ -254,11 +285,8 @@ def _check_fits(path: Path, config: SparseTableConfig, part: Manifest) -> None:
         raise CheckpointError(f"{path}: a {part.kind} table; {config.name!r} is a sparse one.")
     wanted = config.as_dict()
     for key in ("dim", "rule", "embed_rule"):
-        have = part.config.get(key)
-        want = wanted[key]
-        if key != "dim":
-            have = _field(have, "name")
-            want = _field(want, "name")
+        have = part.config.get(key) if key == "dim" else _field(part.config.get(key), "name")
+        want = wanted[key] if key == "dim" else _field(wanted[key], "name")
         if have != want:
             raise CheckpointError(
                 f"{path}: saved with {key} {have!r}; table {config.name!r} has {want!r}. Rows of "
@@ -290,7 +318,7 @@ def save_dense(
     folder = table_folder(dirname, table.config.name)
     path = _new_part(folder, server, "dense")
     data = values.astype("<f4").tobytes() + state.astype("<f4").tobytes()
-    with temporary_file(path) as file:
+    with replacing(path) as file:
         file.write(data)
     config = {
         "name": table.config.name,
@@ -322,22 +350,21 @@ def read_dense(
     """Returns the values and the state that :func:`load_dense` would give a table.
 
     Raises:
-        CheckpointError: as there.
+        CheckpointError: as for :func:`load_dense`.
     """
     folder = table_folder(dirname, config.name)
     size = config.size
-    rule = config.rule
-    total = size if total is None else total
-    per_dim = len(rule.spec.per_dim)
+    spec = config.rule.spec
+    per_dim = len(spec.per_dim)
     values = np.zeros((1 + per_dim, size), np.float32)
-    state = np.zeros(len(rule.spec.per_row), np.float32)
+    state = np.zeros(len(spec.per_row), np.float32)
     for part in read_parts(folder):
-        _check_fits_dense(manifest_path(folder, part.server), config, part, total)
+        _check_fits_dense(manifest_path(folder, part.server), config, part, size if total is None else total)
         saved, extra = _dense_of(folder, part, per_dim, len(state))
-        first = max(start, part.config["start"])
-        last = min(start + size, part.config["start"] + part.rows)
+        origin = part.config["start"]
+        first = max(start, origin)
+        last = min(start + size, origin + part.rows)
         if first < last:
-            origin = part.config["start"]
             values[:, first - start : last - start] = saved[:, first - origin : last - origin]
         state = np.maximum(state, extra)
     return values[0].copy(), np.concatenate((values[1:].reshape(-1), state))
@@ -383,7 +410,8 @@ def _publish_part(folder: Path, manifest: Manifest) -> None:
     for old in folder.glob(f"part-{manifest.server:03d}-*"):
         if old.suffix in (".rows", ".dense") and old.name != manifest.data:
             old.unlink(missing_ok=True)
-    # Parts of a save by more servers would make this one look unfinished. What they name is not looked at.
+    # Parts of a save by more servers would make this one look unfinished. Their manifests may be forged, so only files
+    # of the part's own name are removed, none that a manifest names.
     for path in folder.glob("part-*.json"):
         if (number := part_number(path)) is not None and number >= manifest.num_servers and _is_old(path, manifest):
             for old in (*folder.glob(f"part-{number:03d}-*.rows"), *folder.glob(f"part-{number:03d}-*.dense"), path):

@@ -24,9 +24,10 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from fleet.common.plain_files import replacing
 from fleet.errors import CheckpointError
 from fleet.ps.files.manifest import Mine, Saved, table_folder
-from fleet.ps.files.row_file import open_plain, temporary_file
+from fleet.ps.files.row_file import open_plain
 from fleet.ps.table.layout import Float32s
 from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics
 from fleet.ps.table.rules import Rule
@@ -40,7 +41,7 @@ _NUMBER = re.compile(r"part-([0-9]+)")
 
 
 class _TextRow:
-    """Where the numbers of a line are in a row: a tuple of places for each of the two parts."""
+    """Maps the numbers of a line to places in a row: a list of places for each of the two parts."""
 
     def __init__(self, table: SparseTable) -> None:
         layout = table.layout
@@ -96,13 +97,14 @@ def _steps_of(power1: npt.NDArray[np.float64], power2: npt.NDArray[np.float64], 
 
 
 def export_text(table: SparseTable, dirname: str | Path, *, server: int = 0, compress: bool = False) -> Saved:
-    """Writes this server's rows as text; omits rows that wait for admission. Training may continue meanwhile."""
+    """Writes this server's rows as text while training continues; omits rows that wait for admission."""
     folder = table_folder(dirname, table.config.name)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{server:03d}-00000{'.gz' if compress else ''}"
     row = _TextRow(table)
     rows = 0
-    with temporary_file(path) as raw:
+    with replacing(path) as raw:
+        # Without a name and a time in the header, the same rows make the same bytes.
         file: gzip.GzipFile | BinaryIO = gzip.GzipFile("", "wb", 6, raw, mtime=0) if compress else raw
         for block in table.blocks():
             block = block.take(block.admitted)
@@ -127,7 +129,7 @@ def save_text(table: SparseTable, dirname: str | Path, *, server: int = 0, num_s
 
 
 def remove_text(folder: Path, server: int, num_servers: int) -> None:
-    """Removes the text of a server's part, and of servers that a save no longer has."""
+    """Removes the text of a server's part; server 0 also removes the text of servers beyond ``num_servers``."""
     _remove(server, num_servers, text_parts(folder))
 
 
@@ -183,6 +185,7 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
         CheckpointError: no parts, or a line that is not a row of this table (the message names file and line); the
             table is unchanged.
     """
+    # Read twice: a wrong line in the last part must leave the table unchanged.
     for _ in rows_of_text(table, dirname, folder=folder):
         pass
     loaded = 0
@@ -195,7 +198,7 @@ def import_text(table: SparseTable, dirname: str | Path, *, mine: Mine | None = 
 def rows_of_text(
     table: SparseTable, dirname: str | Path, *, mine: Mine | None = None, folder: str | None = None
 ) -> Iterator[RowBlock]:
-    """Yields the rows that :func:`import_text` would put into the table, and raises what it would raise."""
+    """Yields the rows that :func:`import_text` would put into the table; raises the same errors."""
     parts = table_folder(dirname, table.config.name if folder is None else folder)
     paths = text_parts(parts)
     if not paths:
@@ -264,6 +267,7 @@ def _block_of(where: str, lines: list[list[str]], row: _TextRow, table: SparseTa
 
 
 def _key_of(token: str) -> int:
+    # Keys from 2**63 up, which other programs write unsigned, are the negative ones of the same 64 bits.
     key = int(token)
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"the key {token} does not fit 64 bits")

@@ -1,4 +1,4 @@
-"""What a server hands to a sink: the rows of its tables between two records of its journal, and how they are stored."""
+"""Delta: the rows of a server's tables that changed between two records of its journal, and the forms to store them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
+from fleet.ps.wire.row_form import from_bfloat16, to_bfloat16
 
 ENCODINGS = ("float32", "bfloat16", "int8")
-_STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), "int8": np.dtype("i1")}
+# numpy has no bfloat16: its bits travel as uint16.
+STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2"), "int8": np.dtype("i1")}
 _LARGEST = np.float32(127)
 
 
 class StaleDelta(PSError):
-    """The sink holds another position than the one this delta continues; it has taken nothing."""
+    """The sink holds another position than the one this delta continues; it has stored nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowsDelta:
-    """What has changed in one sparse table of one server.
+    """The changed rows of one sparse table of one server.
 
     Attributes:
         table: the table's name.
@@ -71,13 +72,13 @@ class Delta:
 
 
 class Sink(Protocol):
-    """Where deltas go. Its position and its rows change together or not at all."""
+    """Stores deltas. Its position and its rows change together or not at all."""
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns (history, watermark) of what the sink holds of ``server``, None when it holds nothing."""
+        """Returns (history, watermark) of the rows that the sink holds of ``server``, None when it holds nothing."""
 
     def write(self, delta: Delta) -> None:
-        """Takes ``delta`` completely, and its watermark with it.
+        """Stores ``delta`` completely, and its watermark with it.
 
         Raises:
             StaleDelta: the delta is not whole, and the sink's position is not ``(delta.history, delta.previous)``.
@@ -109,14 +110,14 @@ def check_position(delta: Delta, held: tuple[str, int] | None) -> None:
 
 
 def check_encoding(name: object, encoding: object) -> str:
-    """Returns ``encoding``; raises :class:`ConfigError` that names option ``name`` when there is none like it."""
+    """Returns ``encoding``; raises :class:`ConfigError` that names option ``name`` for an unknown one."""
     if not isinstance(encoding, str) or encoding not in ENCODINGS:
         raise ConfigError(f"{name} = {encoding!r}: rows are stored as one of {', '.join(map(repr, ENCODINGS))}.")
     return encoding
 
 
 def encode(values: NDArray[np.float32], encoding: str) -> tuple[NDArray[Any], NDArray[np.float32] | None]:
-    """Returns what is stored of float32 rows [n, dim], and the scale of each row where the encoding has one.
+    """Returns float32 rows [n, dim] in their stored form, and the scale of each row where the encoding has one.
 
     ``float32`` keeps the bits. ``bfloat16`` rounds to the nearest even value and returns uint16 [n, dim]. ``int8``
     returns int8 [n, dim] and float32 scales [n]: ``max |row| / 127``. A row of zeros has scale 0. A row with a value
@@ -130,14 +131,15 @@ def encode(values: NDArray[np.float32], encoding: str) -> tuple[NDArray[Any], ND
     check_encoding("encoding", encoding)
     largest = np.abs(values).max(axis=1, initial=np.float32(0))
     scales = np.where(np.isfinite(largest), largest / _LARGEST, np.float32(np.nan)).astype(np.float32)
-    usable = scales > 0  # neither zero nor not-a-number
+    # Rows of zeros and rows with values that are not finite divide by 1: their scale alone decides what they decode to.
+    usable = scales > 0
     divisors = np.where(usable, scales, np.float32(1))
     rounded = np.rint(np.where(usable[:, None], values, np.float32(0)) / divisors[:, None])
     return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8), scales
 
 
 def decode(stored: NDArray[Any], scales: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """Returns the float32 rows [n, dim] of what :func:`encode` returned; the dtype says which encoding it is."""
+    """Returns the float32 rows [n, dim] of rows that :func:`encode` stored; their dtype tells the encoding."""
     if stored.dtype == np.uint16:
         return from_bfloat16(np.ascontiguousarray(stored))
     if stored.dtype == np.int8:
@@ -149,7 +151,7 @@ def decode(stored: NDArray[Any], scales: NDArray[np.float32] | None = None) -> N
 
 def row_bytes(dim: int, encoding: str) -> int:
     """Returns how many bytes :func:`pack_rows` makes of one row."""
-    return dim * _STORED[encoding].itemsize + (4 if encoding == "int8" else 0)
+    return dim * STORED[encoding].itemsize + (4 if encoding == "int8" else 0)
 
 
 def pack_rows(values: NDArray[np.float32], encoding: str) -> NDArray[np.uint8]:
@@ -161,16 +163,15 @@ def pack_rows(values: NDArray[np.float32], encoding: str) -> NDArray[np.uint8]:
         ([0, 0, 0, 0, 0, 0], 4)
     """
     stored, scales = encode(values, encoding)
-    n = len(stored)
-    dim = values.shape[1]
-    plain = np.ascontiguousarray(stored, _STORED[encoding]).view(np.uint8).reshape(n, dim * _STORED[encoding].itemsize)
+    width = values.shape[1] * STORED[encoding].itemsize
+    plain = np.ascontiguousarray(stored, STORED[encoding]).view(np.uint8).reshape(len(stored), width)
     if scales is None:
         return plain
-    return np.concatenate([np.ascontiguousarray(scales, "<f4").view(np.uint8).reshape(n, 4), plain], axis=1)
+    return np.concatenate([np.ascontiguousarray(scales, "<f4").view(np.uint8).reshape(-1, 4), plain], axis=1)
 
 
 def unpack_rows(rows: bytes | Sequence[bytes], dim: int, encoding: str) -> NDArray[np.float32]:
-    """Returns the float32 rows [n, dim] of rows that :func:`pack_rows` made, one after the other or in a list."""
+    """Returns float32 [n, dim] from rows that :func:`pack_rows` made, one after the other or in a list."""
     joined = rows if isinstance(rows, bytes) else b"".join(rows)
     width = row_bytes(dim, check_encoding("encoding", encoding))
     if width and len(joined) % width:
@@ -180,5 +181,5 @@ def unpack_rows(rows: bytes | Sequence[bytes], dim: int, encoding: str) -> NDArr
     if encoding == "int8":
         scales = np.ascontiguousarray(plain[:, :4]).view("<f4").reshape(-1)
         plain = plain[:, 4:]
-    stored = np.ascontiguousarray(plain).view(_STORED[encoding]).reshape(len(plain), dim)
+    stored = np.ascontiguousarray(plain).view(STORED[encoding]).reshape(len(plain), dim)
     return decode(stored, scales)

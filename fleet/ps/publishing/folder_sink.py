@@ -28,8 +28,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.common.plain_files import (
+    NotPlainError,
+    check_owner,
+    flush,
+    open_own,
+    open_to_read,
+    remove_stale,
+    replace_file,
+)
 from fleet.errors import CheckpointError, ConfigError, PSError
-from fleet.ps.files.own_folder import sync_names
 from fleet.ps.publishing.delta import Delta, check_position, encode
 from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
 
@@ -53,19 +61,24 @@ class FolderSink:
 
     def __init__(self, folder: str | Path, job: str, values: str, *, fewest_rows: int = _FEWEST_ROWS) -> None:
         self._folder = Path(folder)
-        self._job, self._values, self._fewest_rows = job, values, fewest_rows
+        self._job = job
+        self._values = values
+        self._fewest_rows = fewest_rows
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns (history, watermark) of what the folder holds of ``server``.
+        """Returns (history, watermark) of the rows that the folder holds of ``server``.
 
         Raises:
-            ConfigError: the folder belongs to another job, or holds rows in another form.
+            ConfigError: the folder belongs to another job or another user, or holds rows in another form.
         """
+        if self._folder.exists():
+            _check_folder(self._folder)
         return _position(self._read(), server)
 
     def write(self, delta: Delta) -> None:
         """Adds ``delta``: its file, then the manifest that names it."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        _check_folder(self._folder)
         with self._locked():
             manifest = self._read()
             check_position(delta, _position(manifest, delta.server))
@@ -73,8 +86,10 @@ class FolderSink:
             state = manifest["servers"].setdefault(str(delta.server), {"base": None, "deltas": []})
             entry = self._write_rows(delta.server, delta.previous, delta.watermark, self._tensors(delta))
             if delta.whole:
-                state["base"], state["deltas"] = entry, []
+                state["base"] = entry
+                state["deltas"] = []
                 manifest["num_servers"] = delta.num_servers
+                # A job that was started again with fewer servers has no rows on the others any more.
                 for server in [s for s in manifest["servers"] if int(s) >= delta.num_servers]:
                     before |= _files(manifest, int(server))
                     del manifest["servers"][server]
@@ -82,7 +97,9 @@ class FolderSink:
                 state["deltas"].append(entry)
             state.update(history=delta.history, watermark=delta.watermark, step=delta.step, pushed_at=delta.pushed_at)
             self._compact(delta.server, state)
-            self._replace(manifest)
+            flush(self._folder)  # the names of the files, before the manifest that names them
+            replace_file(self._folder / MANIFEST, json.dumps(manifest, indent=1))
+            # The files of the manifest before this one stay: a reader may be opening them.
             self._remove_old(manifest, delta.server, before | _files(manifest, delta.server))
 
     def close(self) -> None:
@@ -105,18 +122,13 @@ class FolderSink:
         name = f"rows-{server}-{watermark:020d}-{secrets.token_hex(4)}.safetensors"
         size, checksum = write_tensors(self._folder / name, tensors, {"values": self._values})
         rows = sum(len(tensor) for name, tensor in tensors.items() if name.endswith((".keys", ".deleted")))
-        return {
-            "file": name,
-            "bytes": size,
-            "crc32": checksum,
-            "rows": rows,
-            "previous": previous,
-            "watermark": watermark,
-        }
+        counts = {"bytes": size, "crc32": checksum, "rows": rows}
+        return {"file": name, **counts, "previous": previous, "watermark": watermark}
 
     def _compact(self, server: int, state: dict[str, Any]) -> None:
         """Makes base and deltas one new base where that is due."""
-        base, deltas = state["base"], state["deltas"]
+        base = state["base"]
+        deltas = state["deltas"]
         rows = sum(entry["rows"] for entry in deltas)
         if len(deltas) < _MOST_DELTAS and rows <= max(base["rows"] // 2, self._fewest_rows):
             return
@@ -133,7 +145,8 @@ class FolderSink:
     def _read(self) -> dict[str, Any]:
         path = self._folder / MANIFEST
         try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            with open_to_read(path) as file:
+                manifest: dict[str, Any] = json.loads(file.read())
         except FileNotFoundError:
             return {"format": 1, "job": self._job, "num_servers": 0, "values": self._values, "servers": {}}
         except ValueError as error:
@@ -146,18 +159,9 @@ class FolderSink:
                 )
         return manifest
 
-    def _replace(self, manifest: dict[str, Any]) -> None:
-        draft = self._folder / f".{MANIFEST}.tmp"
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_names(self._folder)  # the names of the files that it names
-        draft.rename(self._folder / MANIFEST)
-        sync_names(self._folder)
-
     def _remove_old(self, manifest: dict[str, Any], server: int, kept: set[str]) -> None:
-        """Removes the files of ``server``, and of servers that the manifest has no longer, unless they are ``kept``."""
+        """Removes the files of ``server`` and of servers that the manifest dropped, unless they are ``kept``."""
+        remove_stale(self._folder / MANIFEST)
         for path in self._folder.glob("rows-*-*.safetensors"):
             number = path.name.split("-")[1]
             is_due = number == str(server) or (number.isdigit() and number not in manifest["servers"])
@@ -166,8 +170,9 @@ class FolderSink:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        # flock() ends with the process: a publisher that died holds up nobody.
         deadline = time.monotonic() + _LOCK_S
-        with (self._folder / ".lock").open("a") as file:
+        with open(open_own(self._folder / ".lock", os.O_RDWR), "r+b") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,6 +184,15 @@ class FolderSink:
                         ) from None
                     time.sleep(0.01)
             yield  # closing the file releases it
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_owner(folder)
+    except NotPlainError as error:
+        raise ConfigError(
+            f"publish({str(folder)!r}): {error.strerror}. Rows are published to a folder of one's own."
+        ) from None
 
 
 def _position(manifest: dict[str, Any], server: int) -> tuple[str, int] | None:
@@ -193,16 +207,19 @@ def _files(manifest: dict[str, Any], server: int) -> set[str]:
 
 
 def _latest(name: str, parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Returns the tensors of table ``name`` with the last that ``parts``, from old to new, say of each id."""
+    """Returns the tensors of table ``name`` with the newest row of each id in ``parts``, which go from old to new."""
     columns = [column for column in ("values", "scales") if f"{name}.{column}" in parts[0]]
-    said, places = [], []
+    ids: list[NDArray[Any]] = []
+    places: list[NDArray[Any]] = []  # of each id: the line of its row in all parts, or -1: deleted
     count = 0
     for part in parts:
-        keys, deleted = part[f"{name}.keys"], part[f"{name}.deleted"]
-        said += [keys, deleted]
+        keys = part[f"{name}.keys"]
+        deleted = part[f"{name}.deleted"]
+        ids += [keys, deleted]
         places += [np.arange(count, count + len(keys)), np.full(len(deleted), -1)]
         count += len(keys)
-    newest_first = np.concatenate(said)[::-1]
+    # unique() keeps the first of equal ids: newest first, that is the last change.
+    newest_first = np.concatenate(ids)[::-1]
     keys, at = np.unique(newest_first, return_index=True)
     place = np.concatenate(places)[::-1][at]
     stays = place >= 0

@@ -1,4 +1,4 @@
-"""What to publish, where and how often; ``fleet.ps.publish`` and ``a_sync_configs["publish"]`` both make one."""
+"""Publication: tables, their sink and how often they go there, by ``fleet.ps.publish`` or by the option ``publish``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from fleet.common.addresses import hide_user
 from fleet.errors import ConfigError
 from fleet.ps.publishing.delta import Delta, Sink, check_encoding, check_position
 from fleet.ps.publishing.redis_address import check_database
 
+# Of fleet.ps.publish(): a script may call it before fleet.init(), so no session can hold it yet.
 _asked: list[Publication] = []
 
 
@@ -60,10 +61,7 @@ class Publication:
         """The sink, for messages; without a password."""
         if not isinstance(self.sink, str):
             return getattr(self.sink, "__name__", type(self.sink).__name__)
-        parts = urlsplit(self.sink)
-        if parts.password is None:
-            return self.sink
-        return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+        return hide_user(self.sink) if "://" in self.sink else self.sink
 
 
 def _is_sink(sink: object) -> bool:
@@ -120,6 +118,7 @@ def publish(
     """
     if _asked:
         raise ConfigError("fleet.ps.publish() was called twice; one job publishes to one sink.")
+    # A text is an iterable of its letters, none of which is a table.
     if isinstance(tables, str):
         raise ConfigError(f"fleet.ps.publish(tables={tables!r}) takes a list of names; write [{tables!r}].")
     names = list(tables) if isinstance(tables, Iterable) else tables
@@ -131,7 +130,7 @@ def publish(
 
 
 def take_asked() -> Publication | None:
-    """Returns what :func:`publish` was called with, once."""
+    """Returns the publication that :func:`publish` was called for, and forgets it."""
     return _asked.pop() if _asked else None
 
 
@@ -169,19 +168,17 @@ class _Function:
 
     def __init__(self, function: Callable[[Delta], object]) -> None:
         self._function = function
-        self._lock = threading.Lock()
         self._positions: dict[int, tuple[str, int]] = {}
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns what the function took last."""
+        """Returns the position of the last delta that the function accepted."""
         return self._positions.get(server)
 
     def write(self, delta: Delta) -> None:
         """Calls the function."""
-        with self._lock:
-            check_position(delta, self._positions.get(delta.server))
-            self._function(delta)
-            self._positions[delta.server] = (delta.history, delta.watermark)
+        check_position(delta, self._positions.get(delta.server))
+        self._function(delta)
+        self._positions[delta.server] = (delta.history, delta.watermark)
 
     def close(self) -> None:
         """Leaves the function alone."""

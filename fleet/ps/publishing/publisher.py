@@ -6,15 +6,15 @@ says which position it continues, and a sink refuses it otherwise (``check_posit
 snapshots and by its replay which rows changed after the last position that the sink is known to have reached. So after
 the death of anybody at any point the publisher asks the sink where it stands:
 
-- at the server's history, between the confirmed record and the last one: it has at least what was confirmed, and what
-  it lacks is among the noted rows. The next delta continues there. An answer that was lost is this case, too.
+- at the server's history, between the confirmed record and the last one: it has at least the confirmed rows, and the
+  rows that it lacks are noted. The next delta continues there. An answer that was lost is this case, too.
 - at an earlier history, nowhere, or at a record before the confirmed one (its data were removed or restored): the next
   delta is whole, and replaces every row of this server.
 - at the server's history, after the journal's last record: the server's folder was restored from an older copy. A new
   history begins, and it begins whole.
 - at a later history: another server has taken this one's place. This one publishes no more.
 
-A history is numbered one above the one that the sink holds, so it begins once the sink has answered for the first time.
+A history is numbered one above the sink's, so it begins once the sink has answered for the first time.
 A journal of level 1 does not survive the machine; after a reboot a new history begins.
 """
 
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError, PSError
 from fleet.ps.publishing.delta import Delta, Sink, StaleDelta
 from fleet.ps.publishing.publication import Publication, open_sink
@@ -35,7 +36,8 @@ from fleet.ps.server.job_state import MOST_WAITING
 from fleet.ps.server.key_recorder import GONE, TOUCHED
 from fleet.ps.server.server_state import ServerState
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+_FIRST_RETRY_S = 0.2
+_LONGEST_RETRY_S = 5.0
 _SLOW = "it is slow"  # why a sink that raises nothing does not take rows
 _TELL_EVERY_S = 30.0
 
@@ -70,13 +72,13 @@ class Publisher:
         self._notify = notify
         state.job.published.most_waiting = most_waiting
         self._sink: Sink = open_sink(publication, state.job.name)
-        self._previous: int | None = None  # what the sink holds of this history, None until it is asked
+        self._previous: int | None = None  # the sink's watermark in this history, None until it is asked
         self._failing_since: float | None = None
-        self._reason = _SLOW  # of what the sink did not take last
+        self._reason = _SLOW  # why the sink did not store the last delta
         self._told = 0.0
         self._wake = threading.Condition()
         self._stopping = self._finishing = self._overtaken = False
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread = OwnThread(self._run, name="publisher", say=self._say)
 
     def start(self) -> None:
         """Starts the thread; see :meth:`open`."""
@@ -84,14 +86,16 @@ class Publisher:
         self._thread.start()
 
     def open(self) -> None:
-        """Prepares to publish; what the journal has of an earlier run is continued where possible.
+        """Prepares to publish, and continues the history of an earlier run where the journal still has it.
 
         Raises:
             ConfigError: the sink holds other rows under these names, or can never take these.
         """
         state = self._state
-        history, kept_for = state.job.published.history, state.job.published.kept_for
-        if history and (kept_for[1] != state.journal.level or _is_lost(kept_for)):
+        boot, level = state.job.published.kept_for
+        # Below level 2 a reboot may have lost records that the sink has seen: the next ones would repeat their numbers.
+        is_lost = level < 2 and boot != boot_id()
+        if state.job.published.history and (level != state.journal.level or is_lost):
             self._say("the machine or the level of the journal is another than before: all rows are published anew")
             state.begin_history("", boot_id())
         try:
@@ -102,7 +106,7 @@ class Publisher:
             self._note_failure(error)
 
     def stop(self) -> None:
-        """Ends the thread; what the sink lacks is published by the next process that has the server's folder."""
+        """Ends the thread; the next process with the server's folder publishes the rows that the sink lacks."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -113,15 +117,16 @@ class Publisher:
                 self._sink.close()
 
     def finish(self, limit_s: float = 30.0) -> None:
-        """Publishes what is left; nothing changes any more.
+        """Publishes the remaining rows, once nothing changes them any more.
 
         Raises:
-            PSError: the sink did not take it within ``limit_s``; the server's folder still has everything.
+            PSError: the sink did not store them within ``limit_s``; the server's folder still has all of them.
         """
         with self._wake:
             self._finishing = True
             self._wake.notify_all()
         self._thread.join(limit_s)
+        self._thread.check()
         rows = waiting_rows(self._state)
         if self._thread.is_alive() and not self._overtaken:
             raise PSError(
@@ -136,6 +141,7 @@ class Publisher:
         retry_s = _FIRST_RETRY_S
         while not self._stopping:
             begun = time.monotonic()
+            # Read before publishing: only a round that began after finish() proves that nothing is left.
             finishing = self._finishing
             try:
                 is_clean = self.publish_once()
@@ -145,7 +151,8 @@ class Publisher:
                 return
             except Exception as error:  # whatever a sink raises: training goes on
                 self._note_failure(error)
-                pause_s, retry_s = retry_s, min(2 * retry_s, _LONGEST_RETRY_S)
+                pause_s = retry_s
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
             else:
                 if published_tables(self._state, self._publication.tables):  # without one nobody has asked the sink
                     self._note_success()
@@ -158,10 +165,10 @@ class Publisher:
                     self._wake.wait(pause_s)
 
     def publish_once(self) -> bool:
-        """Publishes what has changed; returns whether nothing is left that a further call would publish.
+        """Publishes the rows that have changed; returns whether a further call would find nothing to publish.
 
         Raises:
-            Exception: whatever the sink raised; what it did not take stays noted.
+            Exception: the sink's; the rows that it did not store stay noted.
         """
         state = self._state
         if not published_tables(state, self._publication.tables):
@@ -170,12 +177,13 @@ class Publisher:
         try:
             delta = cut(state, self._publication.tables, previous, server=self._server)
             if delta is None:
+                # The cut has moved the changed ids aside: nothing was written, so nothing can come back.
                 with state.job.changed:
                     state.job.recorder.forget(TOUCHED, GONE)
                     state.job.published.writing_since = 0.0
                 return not (state.job.published.loading or state.job.published.whole)
             if state.journal.level == 2:
-                state.journal.sync()  # a sink never holds what a machine that dies would take back
+                state.journal.sync()  # a sink never holds a record that a machine could lose
             self._sink.write(delta)
         except BaseException:
             self._take_back()
@@ -212,7 +220,8 @@ class Publisher:
         with job.changed:
             job.recorder.forget(TOUCHED, GONE)
             published = job.published
-            published.writing_whole, published.writing_since = False, 0.0
+            published.writing_whole = False
+            published.writing_since = 0.0
             published.confirmed = self._previous = delta.watermark
             published.step = delta.step
             counts = published.counts
@@ -221,17 +230,18 @@ class Publisher:
             counts["deletions"] += sum(len(table.deleted) for table in delta.tables)
 
     def _take_back(self) -> None:
-        """Notes as changed again what the sink may not have taken; it is asked before the next delta."""
+        """Notes the rows of the last cut as changed again; the sink is asked for its position before the next delta."""
         job = self._state.job
         with job.changed:
             published = job.published
             published.whole = published.whole or published.writing_whole
             published.oldest = published.writing_since or published.oldest
-            published.writing_whole, published.writing_since = False, 0.0
+            published.writing_whole = False
+            published.writing_since = 0.0
             job.recorder.put_back(TOUCHED, GONE)
         self._previous = None
 
-    # -- what is said --------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------
 
     def _note_failure(self, error: Exception) -> None:
         now = time.monotonic()
@@ -248,7 +258,9 @@ class Publisher:
         )
 
     def _note_success(self) -> None:
-        since, self._failing_since, self._reason = self._failing_since, None, _SLOW
+        since = self._failing_since
+        self._failing_since = None
+        self._reason = _SLOW
         if since is not None and self._told:
             self._say(f"{self._publication.address} takes rows again after {time.monotonic() - since:.0f} s")
         self._told = 0.0
@@ -258,7 +270,7 @@ class Publisher:
 
 
 def boot_id() -> str:
-    """Returns what changes when the machine is started anew; empty where the system does not tell."""
+    """Returns an identity of the machine's run since its last boot; empty where the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -267,12 +279,6 @@ def boot_id() -> str:
 def _text_of(error: Exception) -> str:
     """Returns the kind of an error and its text; the repr of the redis package has no text."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def _is_lost(kept_for: tuple[str, int]) -> bool:
-    """Returns whether records of a journal kept like this may be missing."""
-    boot, level = kept_for
-    return level < 2 and boot != boot_id()
 
 
 def _number(history: str) -> int:

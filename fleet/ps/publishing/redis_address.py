@@ -9,10 +9,10 @@ from fleet.errors import ConfigError
 
 
 def check_database(origin: str, address: str) -> None:
-    """Raises ConfigError where the port is none, or the path names no database: the redis package would take 0.
+    """Raises ConfigError for an impossible port, or a path without a database: the redis package would use database 0.
 
     Args:
-        origin: what the message begins with.
+        origin: the beginning of the message.
         address: ``redis://host:port/0``, ``rediss://`` or ``unix://``; the path of the last one is a socket.
     """
     parts = urlsplit(address)
@@ -22,7 +22,7 @@ def check_database(origin: str, address: str) -> None:
             "redis://localhost:6379/0."
         )
     try:
-        _ = parts.port
+        _ = parts.port  # urlsplit checks a port when it is read
     except ValueError:
         raise ConfigError(
             f"{origin}: the address {without_password(address)!r} has no port from 0 to 65535; write one, such as "

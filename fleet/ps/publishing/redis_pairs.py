@@ -12,7 +12,7 @@ from numba import njit
 from fleet.ps.table.kernels.numba_cache import keep_compiled
 
 LONGEST_NUMBER = 20  # characters of an id, its sign included
-_MINUS, _DIGITS, _LENGTH = np.uint8(45), 48, np.uint8(36)
+_MINUS, _DIGITS, _LENGTH = np.uint8(45), 48, np.uint8(36)  # "-", "0" and "$"
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -23,13 +23,15 @@ def _kernel(function: Callable[..., Any]) -> Any:
 def _copy(source, out, at):
     for i in range(len(source)):
         out[at + i] = source[i]
-    out[at + len(source)], out[at + len(source) + 1] = 13, 10
+    out[at + len(source)] = 13
+    out[at + len(source) + 1] = 10
     return at + len(source) + 2
 
 
 @_kernel
 def _text(number, out, end):
     """Writes the number so that it ends before ``end``; returns where it begins."""
+    # The two's complement in uint64: -number of the smallest int64 does not fit in int64.
     rest = np.uint64(number)
     if number < 0:
         rest = ~rest + np.uint64(1)
@@ -55,7 +57,9 @@ def write_pairs(prefix, keys, rows, out):
         rows: uint8 [n, width].
         out: uint8, with room for ``len(prefix) + width + 64`` bytes a row.
     """
-    name, size = np.empty(len(prefix) + LONGEST_NUMBER, np.uint8), np.empty(LONGEST_NUMBER, np.uint8)
+    # Two buffers for all rows: an allocation for each would cost more than the copy.
+    name = np.empty(len(prefix) + LONGEST_NUMBER, np.uint8)
+    size = np.empty(LONGEST_NUMBER, np.uint8)
     at = np.int64(0)
     for i in range(len(keys)):
         first = _text(keys[i], name, len(name)) - len(prefix)

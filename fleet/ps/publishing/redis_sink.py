@@ -22,13 +22,15 @@ from numpy.typing import NDArray
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, RowsDelta, check_position, pack_rows
 from fleet.ps.publishing.redis_address import without_password
+from fleet.ps.publishing.redis_position import read_position
 from fleet.ps.server.key_recorder import Keys
 from fleet.ps.table.kernels.numba_cache import load_kernels
 from fleet.ps.table.partition import servers_of_keys
 
 _ROWS_A_COMMAND = 2048
 _TRIES = 50
-_TIMEOUT_S, _CONNECT_S = 60.0, 2.0
+_TIMEOUT_S = 60.0
+_CONNECT_S = 2.0
 
 
 def check_installed(origin: str) -> None:
@@ -67,7 +69,7 @@ class RedisSink:
                 address,
                 socket_timeout=_TIMEOUT_S,
                 socket_connect_timeout=_CONNECT_S,
-                retry=Retry(NoBackoff(), 0),
+                retry=Retry(NoBackoff(), 0),  # the publisher tries again itself, and asks for the position first
                 command_packer=_packer(),
             )
         except ValueError as error:
@@ -82,7 +84,7 @@ class RedisSink:
         self._known: set[str] = set()  # tables whose description is in Redis
 
     def position(self, server: int) -> tuple[str, int] | None:
-        """Returns (history, watermark) of what Redis holds of ``server``.
+        """Returns (history, watermark) of the rows that Redis holds of ``server``.
 
         Raises:
             ConfigError: Redis holds rows of this job in another form.
@@ -91,14 +93,14 @@ class RedisSink:
         self._known.clear()
         with self._allowed():
             states = self._redis.hgetall(self._positions)
-        for state in states.values():
-            there = json.loads(state)["values"]
+        for text in states.values():
+            there = self._read(text)["values"]
             if there != self._values:
                 raise ConfigError(
                     f"Redis holds this job's rows as {there}, and these are {self._values}: a reader could not tell "
                     f"them apart. {self._other_place()}"
                 )
-        return _position(states.get(str(server).encode()))
+        return self._held(states.get(str(server).encode()))
 
     def write(self, delta: Delta) -> None:
         """Writes ``delta`` in one transaction.
@@ -111,9 +113,9 @@ class RedisSink:
         for _ in range(_TRIES):
             with self._allowed(), self._redis.pipeline(transaction=True) as pipe:
                 pipe.watch(self._positions)
-                check_position(delta, _position(pipe.hget(self._positions, str(delta.server))))
+                check_position(delta, self._held(pipe.hget(self._positions, str(delta.server))))
                 self._queue_all(pipe, delta)
-                with suppress(self._watch_error):  # another server of the job wrote its position meanwhile
+                with suppress(self._watch_error):  # another server of the job has just written its position
                     pipe.execute()
                     self._known.update(rows.table for rows in delta.tables)
                     return
@@ -129,6 +131,7 @@ class RedisSink:
             ) from None
 
     def _queue_all(self, pipe: Any, delta: Delta) -> None:
+        # All reads come before multi(): from there on the pipe only queues, and answers after the transaction.
         described = [self._described(pipe, rows) for rows in delta.tables]
         gone = [self._gone(pipe, rows, delta) for rows in delta.tables]
         servers = [int(server) for server in pipe.hkeys(self._positions)] if delta.whole else []
@@ -139,7 +142,7 @@ class RedisSink:
                 fields = {"values": self._values, "dim": rows.values.shape[1]}
                 pipe.hset(f"{self._prefix}{rows.table}", mapping=fields)
         for server in servers:
-            if server >= delta.num_servers:  # the job has it no longer
+            if server >= delta.num_servers:  # the job had more servers before it was started again
                 pipe.hdel(self._positions, str(server))
         state = {
             "history": delta.history,
@@ -163,8 +166,8 @@ class RedisSink:
         found = pipe.hgetall(f"{self._prefix}{rows.table}")
         if not found:
             return True
-        there = (found.get(b"values", b"").decode(), int(found.get(b"dim", 0)))
-        mine = (self._values, rows.values.shape[1])
+        there = tuple(found.get(name, b"").decode(errors="replace")[:20] for name in (b"values", b"dim"))
+        mine = (self._values, str(rows.values.shape[1]))
         if there != mine:
             raise ConfigError(
                 f"Redis holds table {rows.table!r} of this job as {there[0]} rows of dim {there[1]}, these are "
@@ -172,11 +175,26 @@ class RedisSink:
             )
         return False
 
+    def _held(self, text: bytes | None) -> tuple[str, int] | None:
+        if text is None:
+            return None
+        fields = self._read(text)
+        return fields["history"], fields["watermark"]
+
+    def _read(self, text: bytes) -> dict[str, Any]:
+        try:
+            return read_position(text)
+        except ValueError:
+            raise ConfigError(
+                f"Redis holds {text!r:.100} as the position of a server of this job, which no publisher writes. "
+                f"{self._other_place()}"
+            ) from None
+
     def _other_place(self) -> str:
         return f"Give the job another name (PADDLE_JOB_ID), another database, or remove the keys {self._prefix}*."
 
     def _gone(self, pipe: Any, rows: RowsDelta, delta: Delta) -> Keys:
-        """Returns the ids whose keys are removed; with a whole delta, this server's in Redis that have no row."""
+        """Returns the ids to remove; with a whole delta, all of this server's ids in Redis that have no row."""
         if not delta.whole:
             return rows.deleted
         prefix = f"{self._prefix}{rows.table}:"
@@ -191,7 +209,8 @@ class RedisSink:
         prefix = f"{self._prefix}{rows.table}:".encode()
         for start in range(0, len(rows.keys), _ROWS_A_COMMAND):
             part = slice(start, start + _ROWS_A_COMMAND)
-            keys, packed = rows.keys[part], pack_rows(rows.values[part], self._values)
+            keys = rows.keys[part]
+            packed = pack_rows(rows.values[part], self._values)
             out = np.empty(len(keys) * (len(prefix) + packed.shape[1] + 64), np.uint8)
             size = self._write_pairs(np.frombuffer(prefix, np.uint8), keys, packed, out)
             pipe.execute_command("MSET", _Words(2 * len(keys), out[:size]))
@@ -208,15 +227,16 @@ class _Words:
     """The arguments of one command, as Redis reads them."""
 
     def __init__(self, count: int, data: NDArray[np.uint8]) -> None:
-        self.count, self.data = count, data
+        self.count = count
+        self.data = data
 
     def __repr__(self) -> str:
-        """What the text of an error shows."""
+        """Returns a short text, which errors of the redis package show instead of the rows."""
         return f"<{self.count} words>"
 
 
 def _packer() -> Any:
-    """Returns what makes bytes of commands; :class:`_Words` are bytes already."""
+    """Returns a serializer of commands; it sends :class:`_Words`, which are bytes already, as they are."""
     from redis import connection
 
     plain: Any = connection  # it has no types
@@ -230,10 +250,3 @@ def _packer() -> Any:
             return [head, words.data.data]
 
     return Packer(6000, plain.Encoder("utf-8", "strict", decode_responses=False).encode)
-
-
-def _position(text: bytes | None) -> tuple[str, int] | None:
-    if text is None:
-        return None
-    fields = json.loads(text)
-    return fields["history"], fields["watermark"]

@@ -1,11 +1,11 @@
 """A cut: copies the rows that a sink lacks, so that they hold exactly the records up to one number.
 
 [Note: Training waits for the last few rows only]
-Twice all published tables stand still: their gates are taken, so every change that is noted is applied, too. The first
-time, for a moment, the ids that changed are taken. Their rows, or all rows for a whole delta, are read while training
-goes on. The second time the number of the last record is read, and the rows that changed meanwhile are read again. What
-was read first and has not changed since is the row at that number, too. So training waits as long as the second, much
-smaller reading takes.
+Twice all published tables stand still: their gates are held, so every change that is noted is applied, too. The first
+time, for a moment, the ids that changed are collected. Their rows, or all rows for a whole delta, are read while
+training goes on. The second time the number of the last record is read, and the rows that changed since the first time
+are read again. A row of the first reading that has not changed since is the row at that number, too. So training waits
+as long as the second, much smaller reading takes.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def waiting_rows(state: ServerState) -> int:
 
 
 def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, server: int) -> Delta | None:
-    """Returns what changed since record ``previous``, None when nothing did or rows are being loaded.
+    """Returns the rows that changed since record ``previous``, None when none did or rows are being loaded.
 
     A step that ends after its last row was published makes a delta without rows, so that readers learn of it.
 
-    What the delta holds is kept as such until the caller has written it, see ``KeyRecorder.forget`` and ``put_back``.
+    The recorder keeps the ids of the delta until the caller has written it, see ``KeyRecorder.forget`` and
+    ``put_back``.
     """
     job = state.job
     tables = published_tables(state, names)
@@ -68,22 +69,26 @@ def cut(state: ServerState, names: frozenset[str] | None, previous: int, *, serv
         whole = job.published.whole
         if whole:
             job.recorder.drop(TOUCHED, GONE)
-            job.published.whole, job.published.writing_whole = False, True
-        first = {table_id: _take(state, table_id) for table_id in tables}
-        job.published.writing_since, job.published.oldest = job.published.oldest, 0.0
+            job.published.whole = False
+            job.published.writing_whole = True
+        first = {table_id: _move_keys(state, table_id) for table_id in tables}
+        job.published.writing_since = job.published.oldest
+        job.published.oldest = 0.0
     early = {}
     for table_id, (touched, gone) in first.items():
         keys = tables[table_id].table.keys() if whole else touched
         early[table_id] = _read(tables[table_id].table, keys, gone)
     with _standing_still(tables):
         with job.changed:
-            if job.published.whole:  # a load came between: what was read belongs to other rows
+            if job.published.whole:  # a load came between: the rows that were read are no more
                 return None
             watermark = state.journal.last_lsn
             step = job.applied_step if state.sync else min(worker.clock for worker in job.workers)
-            second = {table_id: _take(state, table_id) for table_id in tables}
+            second = {table_id: _move_keys(state, table_id) for table_id in tables}
             pushed_at = job.published.writing_since or job.published.oldest or time.time()
-            job.published.writing_since, job.published.oldest = pushed_at, 0.0
+            job.published.writing_since = pushed_at
+            job.published.oldest = 0.0
+        # The gates alone are enough to read rows: with job.changed held, workers could not even report steps.
         late = {table_id: _read(tables[table_id].table, *keys) for table_id, keys in second.items()}
     rows = _deltas(state, tables, early, late, whole)
     if not rows and not whole and step == job.published.step:
@@ -102,7 +107,8 @@ def _standing_still(tables: Mapping[int, ServedSparse]) -> Iterator[None]:
         yield
 
 
-def _take(state: ServerState, table_id: int) -> tuple[Keys, Keys]:
+def _move_keys(state: ServerState, table_id: int) -> tuple[Keys, Keys]:
+    """Moves the changed ids and the deleted ids of a table into the cut, and returns them."""
     recorder = state.job.recorder
     return recorder.move(TOUCHED, table_id), recorder.move(GONE, table_id)
 
@@ -111,6 +117,7 @@ def _read(table: SparseTable, touched: Keys, gone: Keys) -> _Read:
     """Reads the rows of ``touched``; ids without one were never admitted, or are in ``gone``."""
     keys = touched[table.contains(touched)]
     values = np.empty((len(keys), table.config.dim), np.float32)
+    # In pieces, because a pull needs scratch memory for all its keys.
     for start in range(0, len(keys), _ROWS_AT_ONCE):
         table.pull(keys[start : start + _ROWS_AT_ONCE], values[start : start + _ROWS_AT_ONCE], create=False)
     return _Read(keys, values, np.setdiff1d(gone, keys))
@@ -134,7 +141,7 @@ def _deltas(
 
 
 def _merge(early: _Read, late: _Read) -> _Read:
-    """Returns ``early`` with what changed while it was read."""
+    """Returns ``early`` with the changes of ``late``, which came while it was read."""
     if not len(late.keys) and not len(late.gone):
         return early
     stays = ~np.isin(early.keys, np.concatenate([late.keys, late.gone]))

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.common.plain_files import create
 from fleet.errors import CheckpointError
+from fleet.ps.files.row_file import open_plain
 
 _NAMES = {"int64": "I64", "float32": "F32", "uint16": "BF16", "int8": "I8"}  # uint16: the bits of bfloat16
 _TYPES = {"I64": "<i8", "F32": "<f4", "BF16": "<u2", "I8": "i1"}
@@ -29,22 +31,19 @@ def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Map
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    # Wide elements first, so that each array begins at a multiple of its element's size.
+    # Wide elements first, so that each array begins at a multiple of the size of its elements.
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     for name, tensor in tensors.items():
         end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype.name],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": _NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    size, checksum = 0, 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8, as safetensors writes them
+    size = 0
+    checksum = 0
+    opened = create(path, 0o644)
     try:
-        with open(fd, "wb") as file:
+        with opened as file:
             for block in (len(text).to_bytes(8, "little"), text, *(tensor.tobytes() for tensor in tensors.values())):
                 file.write(block)
                 size += len(block)
@@ -61,10 +60,11 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """Returns the arrays of a file, mapped into memory; bfloat16 as uint16.
 
     Raises:
-        CheckpointError: the file is not one of these, or is cut short.
+        CheckpointError: the file is no safetensors file of rows, or is cut short.
     """
     try:
-        everything = np.memmap(path, np.uint8, "r")
+        with open_plain(path) as file:
+            everything = np.memmap(file, np.uint8, "r")
         length = int.from_bytes(everything[:8].tobytes(), "little")
         header = json.loads(everything[8 : 8 + length].tobytes())
         data = everything[8 + length :]
@@ -75,6 +75,6 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
                 if end > len(data):
                     raise ValueError(f"{name} ends after the file")
                 found[name] = data[start:end].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: this is no complete safetensors file of rows: {error}.") from None
     return found

@@ -1,4 +1,4 @@
-"""Answers: what a server says to a worker or reader after each of its requests, and which thread says it.
+"""Answers: reads the requests of a connection, answers each, and says which thread sends the answer.
 
 All but the last worker's pushes of a sync step wait for it; [Note: Who answers a push of a step] in
 :mod:`fleet.ps.server.late_answers` says who answers them.
@@ -6,24 +6,38 @@ All but the last worker's pushes of a sync step wait for it; [Note: Who answers 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import CheckpointError, ConfigError, FleetError
-from fleet.ps.server.connected_worker import Answer, ConnectedWorker
+from fleet.ps.one_machine.shared_bodies import LEAST_BYTES
+from fleet.ps.server.connected_worker import ConnectedWorker
 from fleet.ps.server.job_state import Fenced, Refused
 from fleet.ps.server.late_answers import LateAnswer
-from fleet.ps.server.operations import BEAT_S, Later, Operations
+from fleet.ps.server.operations import BEAT_S, Answer, Later, Operations
 from fleet.ps.server.reader_requests import ReaderRequests, is_reader
 from fleet.ps.server.server_config import ServerConfig
+from fleet.ps.standby.carried import Carried, send_piece
 from fleet.ps.standby.pair import Pair
-from fleet.ps.wire.messages import Header, MessageError, MessageFlag, Op, Status, control_body, encode_header
-from fleet.ps.wire.shared_bodies import LEAST_BYTES
+from fleet.ps.wire.messages import (
+    MAX_CONTROL_BYTES,
+    Header,
+    MessageError,
+    MessageFlag,
+    Op,
+    Status,
+    asks_rows,
+    control_body,
+    decode_header,
+    encode_header,
+)
+from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import ConnectionLost, TransferTimeout
 
 Said = TypeVar("Said")
+_DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH)
 SIDE_BY_SIDE_BYTES = 4 << 20  # one thread writes so many values to other workers in about 0.3 ms
 
 
@@ -52,8 +66,61 @@ class Answers:
         self._pair = pair
         self._notify = notify
 
-    def give(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer | None:
-        """Answers a request; returns what was said, or ``None`` where another thread will answer.
+    def converse(
+        self, peer: ConnectedWorker, is_stopping: Callable[[], bool], leave_workers: Callable[[], None]
+    ) -> None:
+        """Answers the requests of a connection until it ends, or its peer must end.
+
+        Args:
+            peer: the connection, after both proofs.
+            is_stopping: whether the server stops.
+            leave_workers: called once the connection turns out not to be a worker's.
+
+        Raises:
+            ConnectionLost, TransferTimeout: the peer is gone.
+            MessageError: it has sent no valid message, so nothing else on the connection can be trusted.
+        """
+        config = self._config
+        connection = peer.connection
+        limit = config.transfer_timeout_s
+        idle = config.handshake_timeout_s  # a stranger must not hold a thread for as long as a worker may compute
+        while not is_stopping():
+            self._finish_last(peer)
+            header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
+            if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
+                raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
+            is_first = peer.worker is None and not peer.reads
+            if is_first and header.op not in (Op.HELLO, Op.FOLLOW):
+                raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
+            body = connection.body(header.body_bytes)
+            connection.receive_body(body, limit)
+            if is_first and header.op is Op.FOLLOW:
+                leave_workers()
+                self._serve_follow(connection, body)
+                return
+            answer = self._give(peer, header, body)
+            if peer.reads and header.op is Op.HELLO:
+                leave_workers()
+            if answer is not None and (answer.status is Status.FENCED or self._operations().state.failure is not None):
+                return
+            # Longer than the lease: a worker that was silent for one lease is expired, and may still go on with this
+            # connection.
+            idle = 2 * config.lease_s
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _serve_follow(self, connection: Sealed, body: memoryview) -> None:
+        if self._pair is not None:
+            self._pair.serve(connection, body)
+            return
+        text = (
+            f"parameter server {self._config.index} has no standby, and no other process that could serve it. Start "
+            "the job with --server_standby or --server_shards."
+        )
+        send_piece(connection, Carried.REFUSED, [control_body({"error": text})])
+
+    def _give(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer | None:
+        """Answers a request; returns the answer, or ``None`` where another thread will send it.
 
         Raises:
             ConnectionLost, TransferTimeout: the peer is gone.
@@ -66,7 +133,7 @@ class Answers:
         self._send(peer, header, answer)
         return answer
 
-    def finish_last(self, peer: ConnectedWorker) -> None:
+    def _finish_last(self, peer: ConnectedWorker) -> None:
         """Waits until the last push is answered and the worker speaks; a worker that waits is told for whom."""
         late = peer.late
         if late is None:
@@ -78,8 +145,6 @@ class Answers:
                 late.beat()
         if late.is_over():
             peer.late = None  # it has the gradients
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _answer(self, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer | Later:
         beat = partial(self._say_waiting, peer, header)
@@ -127,10 +192,10 @@ class Answers:
         def send() -> None:
             try:
                 made = self._told(header, answer.make)
-                if made.size <= LEAST_BYTES or peer.place_of(made, header):
+                if made.size <= LEAST_BYTES or _place_of(peer, made, header):
                     self._send(peer, header, made)
                 else:
-                    threading.Thread(target=self._send_or_close, args=(peer, header, made), daemon=True).start()
+                    OwnThread(self._send_or_close, peer, header, made, name="answer", say=self._notify).start()
             except Exception as error:  # this thread has other workers to answer
                 self._give_up(peer, error)
 
@@ -161,9 +226,10 @@ class Answers:
         if peer.worker is not None:
             channel = peer.worker.channels.get(peer.channel)
             if channel is not None and header.seq:
+                # ``durable_seq`` removes marks of the channel, to which other threads append under this lock.
                 with state.journal.lock:
                     durable = channel.durable_seq(state.journal.durable_lsn)
-        flags = MessageFlag.RESPONSE | answer.flags | peer.place_of(answer, header)
+        flags = MessageFlag.RESPONSE | answer.flags | _place_of(peer, answer, header)
         head = Header(
             header.op,
             flags,
@@ -176,6 +242,12 @@ class Answers:
             header.tag,
         )
         peer.connection.send(encode_header(head), answer.buffers, 10 * self._config.lease_s)
+
+
+def _place_of(peer: ConnectedWorker, answer: Answer, header: Header) -> int:
+    """Returns the flag of an answer that goes into memory: one with rows, see [Note: Memory of a connection]."""
+    in_memory = asks_rows(header.op, header.flags) and peer.connection.takes_in_memory(answer.size)
+    return MessageFlag.IN_MEMORY if in_memory else MessageFlag.NONE
 
 
 def _error(status: Status, error: BaseException) -> Answer:

@@ -1,4 +1,4 @@
-"""The rows of which a worker with rows of its own has not been told, or not for certain: see KeyRecorder."""
+"""Changed rows that a worker with a replica has not received, or not for certain: see KeyRecorder."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def watched_rows(
 def rows_after_push(state: ServerState, rank: int, client_id: int, number: int, room: int) -> list[TablePart]:
     """Returns, of each table that a worker watches, the rows that anybody changed, once push ``number`` is applied.
 
-    A table that is not there is one that the worker must read once as a whole: no question for it is known any longer,
-    or the rows take more than ``room`` bytes.
+    The worker must read an absent table once as a whole: this server has forgotten its questions for it, or the rows
+    take more than ``room`` bytes.
 
     Raises:
-        Fenced: another process than ``client_id`` has taken over the rank meanwhile; what it has not read stays noted.
+        Fenced: another process than ``client_id`` has taken over the rank; the changes that it has not read stay noted.
     """
     with state.job.changed:
         watched = state.job.recorder.watched_by(rank)

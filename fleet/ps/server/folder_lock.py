@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import time
 from pathlib import Path
 
+from fleet.common.plain_files import NotPlainError, open_own
 from fleet.errors import PSError
-from fleet.ps.files.own_folder import PLAIN, own_folder
+from fleet.ps.files.own_folder import own_folder
 
 if sys.platform != "win32":  # Windows has no POSIX locks: there nothing is locked
     import fcntl
@@ -41,12 +41,14 @@ class FolderLock:
         """Takes the folder, again if somebody has removed it together with the lock; raises as the class does."""
         folder = self._path.parent
         own_folder(folder)
+        # The name still leads to the locked file, so the lock in hand guards the folder.
         if self._fd >= 0 and self._path.exists() and os.path.samestat(os.fstat(self._fd), self._path.stat()):
             return
         self.release()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | PLAIN, 0o600)
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise PSError(f"{self._path} is not a regular file, so no parameter server made it. Remove it.")
+        try:
+            self._fd = open_own(self._path, os.O_RDWR, 0o600)
+        except NotPlainError as error:
+            raise PSError(f"{self._path}: {error.strerror}: no parameter server made it.") from None
         deadline = time.monotonic() + patience_s
         while not self._take():
             if time.monotonic() > deadline:

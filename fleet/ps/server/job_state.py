@@ -1,4 +1,4 @@
-"""What a server knows about its workers: which are alive, how far each has come, what was applied of each.
+"""The workers of a server: which are alive, how far each has come, which of its changes are applied.
 
 Everything here changes under one lock, the journal's, so that it belongs to a definite log sequence number.
 
@@ -6,8 +6,8 @@ Everything here changes under one lock, the journal's, so that it belongs to a d
 A rank is expected until its first process says HELLO, and active from then on. When it is silent for longer than its
 lease it is expired: nobody waits for it, and its next message makes it active again. A goodbye makes it gone. The
 process that said HELLO last speaks for the rank; those before it are fenced off. A worker that waits for this server is
-busy, and its lease does not run meanwhile. An expired rank may be covered: another worker reads its streams and
-pushes in its name, and nobody waits for it either. Its own next process takes the rank back, as from any before it.
+busy, and its lease does not run until it is answered. An expired rank may be covered: another worker reads its streams
+and pushes in its name, and nobody waits for it either. Its own next process takes the rank back, as from any before it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Held:
     n_tables: int
     flags: int
     body: Buffer
-    parts: list[TablePart] | None = None  # what the body says, where it has been decoded; float32
+    parts: list[TablePart] | None = None  # the decoded body, where it is known; float32
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Published:
 
     Attributes:
         on: this server publishes.
-        history: identity of the journal for sinks; empty until a sink was asked what it holds.
+        history: identity of the journal for sinks; empty until a sink was asked for its position.
         kept_for: boot of the machine and level of the journal at which the history was written.
         confirmed: the last record whose changes the sink is known to hold.
         step: of the last delta that the sink took; -1 before the first.
@@ -133,7 +133,9 @@ class Published:
 
     def begin(self, history: str, kept_for: tuple[str, int], lsn: int) -> None:
         """Notes a new history, which begins with record ``lsn``: the next delta is whole, or the sink has one."""
-        self.history, self.kept_for, self.confirmed = history, kept_for, lsn
+        self.history = history
+        self.kept_for = kept_for
+        self.confirmed = lsn
         self.whole = self.writing_whole = False
 
     def lag_s(self) -> float:
@@ -143,7 +145,7 @@ class Published:
 
 
 class JobState:
-    """The workers of a server and what it has agreed with them.
+    """The workers of a server and its agreements with them.
 
     Args:
         num_workers: how many ranks there are.
@@ -164,12 +166,13 @@ class JobState:
         self.held: dict[int, dict[int, Held]] = {}
         self.barriers: dict[str, int] = {}
         self.keys: dict[str, str] = {}  # of the last barrier of each name: the same for all workers that met there
-        self.arrived: dict[tuple[str, int], dict[int, str]] = {}  # what each rank at a barrier asks all of them to do
+        self.arrived: dict[tuple[str, int], dict[int, str]] = {}  # the act that each rank at a barrier asks of all
         self.standing: dict[int, tuple[str, float]] = {}  # by rank: the call it stands in, and since when
         self.stuck: dict[int, str] = {}  # by rank: why it waits in vain, until it has been told
         self.recorder = KeyRecorder()
         self.published = Published()
         self.saved: dict[str, dict[str, Any]] = {}  # answers of the latest saves, by save id
+        self.origin = ""  # the folder that all tables were last loaded from or saved to
         self.stopped = False
 
     # -- membership (the caller holds ``changed``) ---------------------------------------------------------------
@@ -189,8 +192,10 @@ class JobState:
         fresh = worker.client_id != client_id
         if deputy and fresh and (deputy != "take" or worker.state != "expired"):
             raise Refused(f"worker {rank} is {worker.state}: only the rank of a worker that was lost can be covered.")
+        # Its last messages may still arrive, and must not make it the holder of the rank again.
         if fresh and worker.client_id:
             worker.fenced.append(worker.client_id)
+            # The new process holds no rows yet, so there are none to tell it about.
             self.recorder.end_watch(rank)
         worker.client_id = client_id
         worker.deputy = bool(deputy)
@@ -218,6 +223,7 @@ class JobState:
         for worker in self.workers:
             if worker.state in ("active", "covered") and not worker.busy and now - worker.seen > self.lease_s:
                 worker.state = "expired"
+                # The ids noted for a dead worker would pile up; if it comes back, it pulls its rows anew.
                 self.recorder.end_watch(worker.rank)
                 ranks.append(worker.rank)
         if ranks:
@@ -246,12 +252,13 @@ class JobState:
     def ended(self) -> bool:
         """Returns whether the server's work is done."""
         states = {worker.state for worker in self.workers}
+        # A goodbye is needed: workers that are merely silent may come back.
         return self.stopped or ("gone" in states and states <= {"gone", "expired", "covered"})
 
     # -- progress ------------------------------------------------------------------------------------------------
 
     def min_clock(self) -> int | None:
-        """Returns the steps of the slowest worker that can still push, None when there is none."""
+        """Returns the steps of the slowest worker that can still push, ``None`` if none can."""
         return min((worker.clock for worker in self.stepping()), default=None)
 
     def slower_than(self, step: int) -> list[int]:
@@ -275,9 +282,11 @@ class JobState:
         published = self.published
         if published.on and len(keys):
             published.oldest = published.oldest or time.time()
+            # The next delta carries every row anyway, so no ids are needed for it.
             if published.history and not published.whole:
                 self.recorder.mark([GONE if gone else TOUCHED], table_id, keys)
                 published.noted += len(keys)
+                # The running number includes ids that the sink has taken by now: count those that still wait.
                 if published.noted > published.most_waiting:
                     published.noted = self.recorder.count(TOUCHED, GONE)
                     if published.noted > published.most_waiting:
@@ -294,12 +303,12 @@ class JobState:
         return True
 
     def stepping(self) -> list[Worker]:
-        """Returns the active workers that can still push: one that stands at a barrier pushes nothing."""
+        """Returns the active workers that can still push: a worker at a barrier pushes nothing."""
         standing: set[int] = set().union(*self.arrived.values())  # in one expression: not every caller holds the lock
         return [worker for worker in self.active() if worker.rank not in standing]
 
     def ready_step(self) -> int | None:
-        """Returns the step for which every worker that can push has sent its gradient, None when there is none.
+        """Returns the step for which every worker that can push has sent its gradient, ``None`` if no step has all.
 
         A worker with fewer batches stands at a barrier, and so does not hold the others up.
         """
@@ -325,7 +334,7 @@ class JobState:
     # -- barriers ------------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, number: int, rank: int, wish: str = "") -> None:
-        """Notes that ``rank`` stands at the ``number``-th barrier ``name``, and what it asks all there to do."""
+        """Notes that ``rank`` stands at the ``number``-th barrier ``name``, and the act that it asks of all there."""
         if number > self.barriers.get(name, 0):
             self.arrived.setdefault((name, number), {})[rank] = wish
             self.changed.notify_all()
@@ -342,6 +351,7 @@ class JobState:
             return
         if time.monotonic() - max(since for _, since in standing.values()) >= after_s:
             self.stuck = dict.fromkeys(standing, self.account())
+            # Nobody stands there any more, and the barriers must not open for workers that have left.
             for wishes in self.arrived.values():
                 for rank in standing:
                     wishes.pop(rank, None)
@@ -350,6 +360,7 @@ class JobState:
     def account(self) -> str:
         """Returns where each worker is, as far as this server knows."""
         found = []
+        # A copy: beats call this without the lock, while other workers come and go.
         standing = dict(self.standing)
         for worker in self.workers:
             if worker.rank in standing:
@@ -379,7 +390,7 @@ class JobState:
         at their next.
         """
         ranks: dict[str, list[int]] = {}
-        for worker in self.active():  # one that was lost while it stood there says nothing any longer
+        for worker in self.active():  # a worker that was lost at the barrier has no say
             if wish := wishes.get(worker.rank):
                 ranks.setdefault(wish, []).append(worker.rank)
         places = [place for wish in ranks if (place := wish.rpartition(HOW_WISHED)[0])]

@@ -4,7 +4,9 @@ Each record has a log sequence number (LSN). A server that was killed loads its 
 are newer than the snapshot. Level 0 writes nothing; level 1 writes to the page cache, which survives the death of the
 process but not of the machine; level 2 also calls fdatasync for groups of records.
 
-A record whose end is missing (the process died while writing) is found by its checksum and cut off.
+A record whose end is missing (the process died while writing) is found by its checksum and cut off. Each record says up
+to which one the workers had been promised theirs: where one of those is gone or damaged, the journal is not read,
+unless the person who starts the server asks to go on.
 
 [Note: A sync does not stop the server]
 ``lock`` orders records and is held for each append. A sync takes ``_syncing``, reads the open file and the last record
@@ -16,15 +18,16 @@ is taken: the kernel may have dropped pages and would not report it again.
 [Note: What a machine that died leaves]
 Before a sync the disk may hold anything: the end of a file is old or zeros, or a later file is complete and an earlier
 one is not. At level 2 every segment is durable before the next one begins, and the newest one before a snapshot that
-may hold some of its records is published. So what is missing was never promised to anybody. At level 1 the newest
-segment may be complete after one that is not. Then the records up to the gap are replayed and the segments after it are
-set aside.
+may hold some of its records is published. So the missing records were never promised to anybody. At level 1 it may
+have been; where no later record is there to say so, the records up to the gap are replayed and the segments after it
+are set aside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -32,19 +35,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet.common.own_thread import OwnThread
+from fleet.common.plain_files import flush, open_own, replacing
 from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import block_checksum
-from fleet.ps.files.own_folder import own_folder, sync_names
+from fleet.ps.files.own_folder import own_folder
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.wire.messages import Buffer
 from fleet.ps.wire.transport import ConnectionLost
 
 _SEGMENT = struct.Struct("<8sQ")
 _SEGMENT_MAGIC = b"FLPSJNL1"
-_RECORD = struct.Struct("<4sHHQIIQQIIII8x")
+_RECORD = struct.Struct("<4sHHQIIQQIIIQI")
 _RECORD_MAGIC = b"JREC"
-_CRC_END = 52  # the header's own checksum covers the bytes before it
+_CRC_END = 60  # the header's own checksum covers the bytes before it
 assert _RECORD.size == 64
+_INSTEAD = (
+    "If the server has a standby, let it serve, remove this folder, and start the server again: it follows. Otherwise "
+    "restore the folder from a copy, start with an empty one and load a save, or start once with "
+    "FLEET_PS_SKIP_DAMAGE=1 to go on with what is whole before it: the pushes after it are lost."
+)
 
 
 class RecordKind:
@@ -110,10 +120,10 @@ class Journal:
         self._failed: str | None = None
         self._durable_lsn = last_lsn
         self._syncing = threading.Lock()  # taken before lock, so that the files of a sync stay open
-        self._retired: list[int] = []  # files no longer written, to be closed after a sync that may be using them
+        self._retired: list[int] = []  # earlier files, to be closed after a sync that may be using them
         self._closing = threading.Event()
         self._dirty = threading.Event()
-        self._syncer: threading.Thread | None = None
+        self._syncer: OwnThread | None = None
 
     def open(self) -> None:
         """Starts a segment after :attr:`last_lsn`; everything before it counts as durable."""
@@ -121,20 +131,21 @@ class Journal:
             assert self._folder is not None
             own_folder(self._folder)
             if self.level == 2:
+                # Segments of an earlier process, perhaps at a lower level: their records count as durable from here on.
                 for _, path in _segments(self._folder):
-                    sync_names(path)
+                    flush(path)
                 for folder in self._folder.absolute().parents[:3]:
                     with contextlib.suppress(PermissionError):  # then it is not one of ours
-                        sync_names(folder)  # or a power failure may lose the folder's own name
+                        flush(folder)  # or a power failure may lose the folder's own name
             self._open_segment()
         self._durable_lsn = self.last_lsn
         if self.level == 2:
-            self._syncer = threading.Thread(target=self._sync_loop, name="journal sync", daemon=True)
+            self._syncer = OwnThread(self._sync_loop, name="journal sync")
             self._syncer.start()
 
     @property
     def durable_lsn(self) -> int:
-        """The last record that survives what this level protects against."""
+        """The last record that survives the failures this level protects against."""
         if self.confirmed is not None:
             return self.confirmed
         return self.last_lsn if self.level == 1 else self._durable_lsn
@@ -148,6 +159,8 @@ class Journal:
         """
         if self.handed_over:
             raise ConnectionLost("this server has handed over to its standby.")
+        if self._syncer is not None:
+            self._syncer.check()
         lsn = self.last_lsn + 1
         if self.level:
             head = _RECORD.pack(
@@ -162,10 +175,12 @@ class Journal:
                 record.n_tables,
                 len(record.body),
                 block_checksum(record.body),
+                self.durable_lsn,
                 0,
             )
-            head = head[:_CRC_END] + struct.pack("<I", zlib.crc32(head[:_CRC_END])) + head[_CRC_END + 4 :]
+            head = head[:_CRC_END] + struct.pack("<I", zlib.crc32(head[:_CRC_END]))
             self._write([head, record.body])
+            # After the write: a standby must not hold a record that the file of this server lacks.
             if self.tap is not None:
                 self.tap([head, record.body])
         self.last_lsn = lsn
@@ -180,8 +195,11 @@ class Journal:
         Raises:
             OSError: the disk failed; the old segment stays in use.
         """
+        # An empty segment stays in use: a new one would have the same name.
         if self.level and (self._first != self.last_lsn + 1 or self._is_unlinked()):
             if self.level == 2:
+                # See [Note: What a machine that died leaves]: at level 2 a segment is durable before the next one
+                # begins.
                 self._sync_fd()
             self._open_segment()
         self.bytes_written = 0
@@ -209,17 +227,19 @@ class Journal:
     def snapshot_done(self, lsn: int) -> None:
         """Removes the segments in which every record is at most ``lsn``: a snapshot holds them."""
         with self.lock:
+            # The snapshot is durable, so the records in it are, whatever the disk did with their own bytes.
             self._durable_lsn = max(self._durable_lsn, lsn)
             self.in_snapshot = lsn
         if self._folder is None:
             return
         segments = _segments(self._folder)
+        # A segment ends where the following one begins; the newest is still written and stays.
         for (_, path), (following, _) in zip(segments, segments[1:], strict=False):
             if following <= lsn + 1:
                 path.unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Makes every record of the newest segment so far durable on the machine; others may be appended meanwhile.
+        """Makes every record of the newest segment so far durable on the machine; appends go on.
 
         Raises:
             OSError: the disk failed; the journal takes no more records.
@@ -232,6 +252,7 @@ class Journal:
         self._dirty.set()
         if self._syncer is not None:
             self._syncer.join()
+        # A sync in another thread may be using these files without holding the lock.
         with self._syncing, self.lock:
             try:
                 self._sync_fd()
@@ -247,12 +268,11 @@ class Journal:
         path = self._segment(self.last_lsn + 1)
         before = (self._fd, self._position)
         path.unlink(missing_ok=True)  # left by a server that wrote no record into it; a link is not followed
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
+        self._fd = open_own(path, os.O_WRONLY | os.O_EXCL, 0o600)
         self._position = 0
         try:
             self._write([_SEGMENT.pack(_SEGMENT_MAGIC, self.last_lsn + 1)])
-            sync_names(self._folder)  # or a power failure may lose the new name
+            flush(self._folder)  # or a power failure may lose the new name
         except OSError:  # later records belong to the old segment, which is complete
             os.close(self._fd)
             self._fd, self._position = before
@@ -280,10 +300,12 @@ class Journal:
                 if count:
                     views[0] = views[0][count:]
         except OSError as error:
+            # Cut off the written part, or the next record would follow half of this one.
             try:
                 os.ftruncate(self._fd, self._position)
                 os.lseek(self._fd, self._position, os.SEEK_SET)
             except OSError as second:
+                # The file ends in half a record now: nothing may be appended to it.
                 self._failed = f"{error}; {second}"
             raise PSError(f"the journal in {self._folder} could not be written: {error}. Free some space.") from None
         self._position += total
@@ -329,7 +351,7 @@ class Journal:
 
 
 def _refused(error: OSError) -> str:
-    # The kernel may have dropped what it could not write, and the next fdatasync would not report it again.
+    # The kernel may have dropped the pages that it could not write, and the next fdatasync would not report it again.
     return f"the disk did not take records: {error}"
 
 
@@ -343,21 +365,29 @@ def _segments(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_journal(
-    folder: Path, after_lsn: int, on_cut: list[str] | None = None, *, known: int = 0, exact: bool = True
+    folder: Path,
+    after_lsn: int,
+    on_cut: list[str] | None = None,
+    *,
+    known: int = 0,
+    exact: bool = True,
+    skips_damage: bool = False,
 ) -> Iterator[Record]:
     """Yields the records newer than ``after_lsn``; cuts off an incomplete last record.
 
     Args:
         folder: where the segments are.
-        after_lsn: what the snapshot already holds.
+        after_lsn: the last record that the snapshot holds.
         on_cut: receives a line for everything that is missing.
         known: the last record that some row of the snapshot holds. A server whose journal ended earlier has
             continued after it.
-        exact: whether everything must be on the disk. Otherwise what follows a gap is set aside, see
+        exact: whether everything must be on the disk. Otherwise the records after a gap are set aside, see
             [Note: What a machine that died leaves].
+        skips_damage: sets aside, too, the records after a promised one that is damaged.
 
     Raises:
-        CheckpointError: with ``exact``, a segment is missing, or one that is not the last is damaged.
+        CheckpointError: a record is gone or damaged that was promised by a later record; with ``exact``, a segment is
+            missing, or any but the last is damaged.
     """
     segments = _segments(folder)
     lines = [] if on_cut is None else on_cut
@@ -366,20 +396,17 @@ def read_journal(
     for index, (first, path) in enumerate(segments):
         last = index == len(segments) - 1
         if not last and segments[index + 1][0] <= after_lsn + 1:
-            continue
+            continue  # the snapshot holds all its records; the server was killed before it removed the segment
         wanted = after_lsn + 1 if expected is None else expected
+        # Only the first segment may begin earlier. A server that lost its end goes on after ``known``, see recover().
         if (first > wanted if expected is None else first != wanted) and first != known + 1:
             if expected is None:
-                damage = (
+                raise CheckpointError(
                     f"{path}: the journal starts with record {first}, the snapshot ends with {after_lsn}: the records "
                     "between are gone. Restore the whole folder, or start with an empty one."
                 )
             damage = damage or f"{path}: record {expected} should follow, the segment starts with {first}."
-            if exact or expected is None:  # the names of segments and snapshots are durable at every level
-                raise CheckpointError(damage)
-            lines.append(f"the last seconds before the machine stopped are missing, records from {wanted} on. {damage}")
-            for _, later in segments[index:]:
-                later.rename(later.with_name(f"{later.name}.lost"))
+            _set_aside([later for _, later in segments[index:]], wanted, lines, damage, exact, skips_damage)
             return
         expected = first
         good = 0
@@ -389,7 +416,10 @@ def read_journal(
                 expected = record.lsn + 1
                 if record.lsn > after_lsn:
                     yield record
-        damage = _end_segment(path, good, last, lines)
+        size = path.stat().st_size
+        damage = f"{path}: record {expected} is damaged, at byte {good} of {size}." if good != size else ""
+        if damage and last:
+            _end_last(path, good, expected, lines, damage, skips_damage)
 
 
 def _read_segment(path: Path, first: int) -> Iterator[tuple[Record | None, int]]:
@@ -421,6 +451,7 @@ def read_records(data: memoryview, expected: int) -> Iterator[Record]:
     following: int | None = None
     while position < len(data):
         head = read(_RECORD.size)
+        # The first record says where the data begin: the sender may repeat records that the caller has.
         number = _RECORD.unpack(head)[3] if len(head) == _RECORD.size and following is None else following
         record = None if number is None else _read_record(head, read, number, len(data) - position)
         if record is None or record.lsn > expected:
@@ -431,22 +462,60 @@ def read_records(data: memoryview, expected: int) -> Iterator[Record]:
             yield record
 
 
-def _end_segment(path: Path, good: int, last: bool, lines: list[str]) -> str:
-    """Truncates the last segment to ``good`` bytes; returns what is wrong with an earlier one."""
-    size = path.stat().st_size
-    if good == size:
-        return ""
-    if not last:
-        return f"{path}: damaged at byte {good} of {size}; restore it from a copy."
-    lines.append(f"{path.name}: {size - good} bytes of an incomplete record were cut off")
+def _set_aside(paths: list[Path], wanted: int, lines: list[str], damage: str, exact: bool, skips_damage: bool) -> None:
+    """Renames the segments behind a gap that begins with record ``wanted``.
+
+    Raises:
+        CheckpointError: the records of the gap were promised, and ``skips_damage`` is not set; or with ``exact``.
+    """
+    if exact or (not skips_damage and any(_has_promised(path, 0, wanted) for path in paths)):
+        raise CheckpointError(f"{damage} {_INSTEAD}")
+    lines.append(f"the last seconds before the machine stopped are missing, records from {wanted} on. {damage}")
+    for path in paths:
+        path.rename(path.with_name(f"{path.name}.lost"))
+
+
+def _end_last(path: Path, good: int, expected: int, lines: list[str], damage: str, skips_damage: bool) -> None:
+    """Cuts the last segment off after ``good`` bytes, where record ``expected`` should begin.
+
+    Raises:
+        CheckpointError: the record was promised, and ``skips_damage`` is not set; the file is unchanged.
+    """
+    if _has_promised(path, good, expected):
+        if not skips_damage:
+            raise CheckpointError(f"{damage} Whole records follow, so it is no write that was cut off. {_INSTEAD}")
+        # A copy, because the truncation below destroys records that a person may still want to recover.
+        with open_plain(path) as file, replacing(path.with_name(f"{path.name}.lost"), 0o600) as kept:
+            shutil.copyfileobj(file, kept)
+        lines.append(f"{damage} It and all records after it are left out; they are kept in {path.name}.lost")
+    else:
+        lines.append(f"{path.name}: {path.stat().st_size - good} bytes of an incomplete record were cut off")
     os.truncate(path, good)
-    return ""
+
+
+def _has_promised(path: Path, start: int, expected: int) -> bool:
+    """Returns whether a record after byte ``start`` was written when ``expected`` was promised, or is that one."""
+    with open_plain(path) as file:
+        data = file.read()
+    at = start
+    while (at := data.find(_RECORD_MAGIC, at)) >= 0:
+        head = data[at : at + _RECORD.size]
+        # Search on at the next byte, not behind the record: the match may lie inside a body.
+        at += 1
+        if len(head) == _RECORD.size and zlib.crc32(head[:_CRC_END]) == int.from_bytes(head[_CRC_END:], "little"):
+            lsn, size, checksum, promised = (_RECORD.unpack(head)[field] for field in (3, 9, 10, 11))
+            body = memoryview(data)[at - 1 + len(head) :][:size]
+            is_whole = len(body) == size and block_checksum(body) == checksum
+            if (lsn > expected and promised >= expected) or (lsn == expected and is_whole):
+                return True
+    return False
 
 
 def _read_record(head: bytes, read: Callable[[int], bytes], expected: int, left: int) -> Record | None:
     if len(head) != _RECORD.size:
         return None
-    magic, kind, flags, lsn, rank, channel, seq, step, n_tables, size, checksum, crc = _RECORD.unpack(head)
+    magic, kind, flags, lsn, rank, channel, seq, step, n_tables, size, checksum, _, crc = _RECORD.unpack(head)
+    # The size is compared with the rest of the file before the body is read: a wrong size allocates nothing.
     if magic != _RECORD_MAGIC or crc != zlib.crc32(head[:_CRC_END]) or lsn != expected or size > left:
         return None
     body = read(size)

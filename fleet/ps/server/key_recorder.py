@@ -9,7 +9,7 @@ and never too seldom.
 
 [Note: Who is told of what]
 An addition (geo) is noted for all other workers, always: it is in the journal, and so is noted again after a restart.
-A push is noted for the workers that watch the table, the one that pushed included. Nothing keeps that they watch: the
+A push is noted for the workers that watch the table, also for its sender. Nothing keeps that they watch: the
 question that a worker asks next begins it anew, and the answer says that the worker must read all rows once.
 """
 
@@ -26,7 +26,7 @@ _LOOSE = 1 << 16
 
 
 class _KeySet:
-    """Distinct ids; arrays collect until they are as long as what is merged, so an id is merged a few times only."""
+    """Distinct ids; arrays collect until they are as long as the merged ids, so an id is merged a few times only."""
 
     def __init__(self) -> None:
         self._arrays: list[Keys] = []
@@ -48,7 +48,8 @@ class _KeySet:
             keys.sort()  # np.unique takes four times as long for the ids of a step
             repeated = keys[1:] == keys[:-1]
             self._arrays = [np.delete(keys, np.flatnonzero(repeated)) if np.count_nonzero(repeated) else keys]
-        self._merged, self._loose = (len(self._arrays[0]) if self._arrays else 0), 0
+        self._merged = len(self._arrays[0]) if self._arrays else 0
+        self._loose = 0
         return self._arrays[0] if self._arrays else np.empty(0, np.int64)
 
 
@@ -123,12 +124,12 @@ class KeyRecorder:
         return keys
 
     def put_back(self, *readers: int) -> None:
-        """Makes what is held for ``readers`` changed again: they did not get it."""
+        """Makes the ids held for ``readers`` changed again: the readers did not get them."""
         for place in [place for place in self._held if place[0] in readers]:
             self._pending.setdefault(place, _KeySet()).add(self._held.pop(place).sorted())
 
     def forget(self, *readers: int) -> None:
-        """Drops what is held for ``readers``: they have it."""
+        """Drops the ids held for ``readers``: the readers have them."""
         for place in [place for place in self._held if place[0] in readers]:
             del self._held[place]
 
@@ -139,7 +140,7 @@ class KeyRecorder:
             del self._pending[place]
 
     def count(self, *readers: int) -> int:
-        """Returns how many ids ``readers`` do not have for certain; one that changed often may count several times."""
+        """Returns how many ids ``readers`` do not have for certain; an id may count several times."""
         return sum(
             len(keys)
             for places in (dict(self._pending), dict(self._held))

@@ -8,8 +8,8 @@ do, and Python's lock: with two workers and a server on two processors one of th
 applies the step, of the last worker, makes and sends the answers of all. The others sleep until their workers push
 again.
 
-One thread at a time speaks on a connection: what is said through a :class:`LateAnswer` takes its lock, and a worker
-that says something else meanwhile is heard after its answer.
+One thread at a time speaks on a connection: everything sent through a :class:`LateAnswer` takes its lock, and a worker
+that sends something else before it is answered is heard after its answer.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class LateAnswer:
 
     def send(self) -> None:
         """Sends the answer, unless it is over."""
+        # Beats come from the connection's thread, the answer from another: no beat may follow the answer.
         with self._speaking:
             if not self._over.is_set():
                 self._send()
@@ -76,7 +77,7 @@ class LateAnswers:
         self._waiting: list[LateAnswer] = []
 
     def add(self, answer: LateAnswer) -> bool:
-        """Leaves ``answer`` to whoever applies its step; returns False if that is done, or the server stops."""
+        """Leaves ``answer`` to the thread that applies its step; returns False if that is done, or the server stops."""
         with self._job.changed:
             if self._is_due(answer.step) or self._job.stopped:
                 return False
@@ -92,6 +93,7 @@ class LateAnswers:
             due = [answer for answer in self._waiting if self._job.stopped or self._is_due(answer.step)]
             for answer in due:
                 self._remove(answer)
+        # Outside the lock: each answer reads its values first and then writes them.
         for answer in due:
             answer.send()
 

@@ -36,7 +36,7 @@ class Newcomers:
         self._connections.pop(connection, None)
 
     def evict(self) -> Connection | None:
-        """Forgets and returns the oldest connection of the address that has the most, ``None`` where there is none."""
+        """Forgets and returns the oldest connection of the address that has the most, ``None`` without any."""
         if not self._connections:
             return None
         ((address, _),) = Counter(self._connections.values()).most_common(1)

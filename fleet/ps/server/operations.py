@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import FleetError
 from fleet.ps.server.changed_rows import added_rows, rows_after_push, watched_rows
-from fleet.ps.server.connected_worker import Answer, ConnectedWorker
+from fleet.ps.server.connected_worker import ConnectedWorker
 from fleet.ps.server.job_state import Fenced, Refused, Worker
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
+    Buffer,
     Header,
     MessageFlag,
     Op,
@@ -29,10 +29,27 @@ from fleet.ps.wire.messages import (
     decode_parts,
     encode_parts,
 )
+from fleet.ps.wire.row_form import to_bfloat16
 
 BEAT_S = 2.0
 STUCK_S = 5.0  # a restarted worker may still be between two barriers
 MAX_CHANNEL = 1 << 16
+
+
+@dataclass(slots=True)
+class Answer:
+    """The status and body of an answer."""
+
+    status: Status = Status.OK
+    buffers: list[Buffer] = field(default_factory=list)
+    n_tables: int = 0
+    flags: int = MessageFlag.NONE
+    step: int | None = None  # the step that the answer holds at least; by default the last one of sync mode
+
+    @property
+    def size(self) -> int:
+        """The length of the body."""
+        return sum(map(len, self.buffers))
 
 
 @dataclass(slots=True)
@@ -42,7 +59,7 @@ class Later:
     step: int
     size: int  # of its dense values, in bytes
     make: Callable[[], Answer]
-    account: Callable[[], dict[str, Any]]  # what the worker is told while it waits
+    account: Callable[[], dict[str, Any]]  # the fields of the WAITING answers until then
 
 
 Beat = Callable[[dict[str, Any]], None]
@@ -104,6 +121,7 @@ class Operations:
         worker = peer.worker
         if worker is None:
             raise Fenced("the first message of a connection must be HELLO.")
+        # The message and its connection: a fenced process may still have a connection from before.
         self._job.check_holds(worker, header.client_id)
         self._job.check_holds(worker, peer.client_id)
         worker.seen = time.monotonic()
@@ -129,6 +147,7 @@ class Operations:
         if fields.get("job", job.name) != job.name:
             raise Refused(f"the worker belongs to job {fields['job']!r}, the server to job {job.name!r}.")
         worker = job.workers[rank]
+        # Making a channel needs the job's lock; its own lock comes before that one (see fleet.ps.server.server_state).
         with job.changed:
             channel = worker.channel(number)
         with channel.lock, job.changed:
@@ -146,14 +165,15 @@ class Operations:
                 **self._settings(),
             }
         if "memory" in fields:
-            answer["memory"] = peer.share(fields["memory"])
+            answer["memory"] = peer.connection.accept_memory(fields["memory"])
+        # Last, so that a refused HELLO leaves the connection without a worker.
         peer.worker = worker
         peer.channel = number
         peer.client_id = header.client_id
         return Answer(buffers=[control_body(answer)])
 
     def _settings(self) -> dict[str, Any]:
-        """Returns what a worker has to know of the server itself."""
+        """Returns the settings of the server that a worker needs."""
         config = self._config
         return {
             "mode": config.mode,
@@ -198,7 +218,8 @@ class Operations:
         if state.sync and header.op is Op.PUSH and not state.may_hold(header.step):
             self._wait_for_step(worker, lambda: state.may_hold(header.step), beat, header.step)
         if state.sync and header.op is Op.PUSH:
-            body = peer.kept_body(body, header.flags)  # the gradients are held as they lie there
+            # The gradients are held where they lie; a worker that waits for the values of the step leaves them there.
+            body = peer.connection.kept_body(body, stays=bool(header.flags & MessageFlag.VALUES))
         parts = state.checked(header, body)
         status = state.change(worker, peer.channel, header, body, parts)
         if not header.flags & MessageFlag.VALUES:
@@ -218,12 +239,14 @@ class Operations:
     def _values(
         self, peer: ConnectedWorker, worker: Worker, header: Header, dense: list[TablePart], beat: Beat, status: Status
     ) -> Answer:
-        """Returns what a worker needs after its push of a step, which is applied then."""
+        """Returns the values and rows for a worker after its push of a step, which is applied by then."""
         reached, answers = self._rows(peer, worker, header, dense, beat)
+        # The changed rows get the room that the dense values leave; 64 bytes cover the head of a part.
         room = self._config.max_body_bytes - sum(4 * part.n + 64 for part in answers)
         answers += rows_after_push(self.state, worker.rank, peer.client_id, header.seq, room)
         answer = self._rows_answer(answers, header)
-        answer.step, answer.status = reached, status
+        answer.step = reached
+        answer.status = status
         return answer
 
     def _rows(
@@ -231,6 +254,7 @@ class Operations:
     ) -> tuple[int | None, list[TablePart]]:
         """Waits until the step of a request may see the tables; returns the step they hold, and the rows of parts."""
         tables = [self.state.table(part.table_id) for part in parts]
+        # All parts are checked before the first one is pulled, because a pull may create rows.
         shapes = []
         for part, table in zip(parts, tables, strict=True):
             table.check(part, change=False)
@@ -241,10 +265,11 @@ class Operations:
                 f"a pull of {4 * size} bytes; at most {self._config.max_body_bytes} are allowed. Pull less at a time."
             )
         self._wait_until_fresh(worker, header, beat)
+        # Read before the rows: others may push while they are copied, and the answer promises the least step.
         reached = self._reached
         answers = []
         create = not header.flags & MessageFlag.NO_CREATE
-        for part, table, rows in zip(parts, tables, peer.rows(shapes), strict=True):
+        for part, table, rows in zip(parts, tables, peer.connection.rows(shapes), strict=True):
             table.pull(part, rows, create)
             self.state.counts["pulled"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
@@ -319,7 +344,7 @@ class Operations:
         with job.changed:
             is_past = job.barriers.get(name, 0) >= number  # the worker comes again, after a restart
             job.arrive(name, number, worker.rank, wish)
-        self.state.settle()  # the others no longer wait for a step of this worker
+        self.state.settle()  # the others stop waiting for a step of this worker
         self._stand(worker, name, number, call, beat)
         # Workers that have taken fewer steps continue with the same number, or the others would wait for them.
         clocks = [worker.clock for worker in job.active()] if self._config.staleness is not None else []
@@ -345,6 +370,7 @@ class Operations:
 
         with job.changed:
             job.standing[rank] = (call, time.monotonic())
+            # The account of an earlier call would end this one at once.
             job.stuck.pop(rank, None)
         try:
             with self._busy(worker):
@@ -376,6 +402,7 @@ class Operations:
         finally:
             with self._job.changed:
                 worker.busy -= 1
+                # The lease runs from the answer, not from the request.
                 worker.seen = time.monotonic()
 
     # -- files and facts -----------------------------------------------------------------------------------------
@@ -413,6 +440,7 @@ class Operations:
                 "tables": tables,
                 "workers": [{"state": worker.state, "clock": worker.clock} for worker in job.workers],
                 "applied_step": job.applied_step,
+                "origin": job.origin,
                 "held": {str(step): sorted(ranks) for step, ranks in job.held.items()},
                 "records": state.journal.last_lsn,
                 "durable": state.journal.durable_lsn,
@@ -430,23 +458,12 @@ def _whole(fields: dict[str, Any], name: str) -> int:
 
 def _with_beats(action: Callable[[], Any], beat: Beat) -> Any:
     """Runs ``action`` in a thread and tells the worker every few seconds that it is still running."""
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as error:  # raised in the waiting thread
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="parameter server action", daemon=True)
+    thread = OwnThread(action, name="parameter server action", say=None)
     thread.start()
     while thread.is_alive():
         thread.join(BEAT_S)
         if thread.is_alive():
             beat({})
-    if failure:
-        if isinstance(failure[0], OSError) and not isinstance(failure[0], FleetError):
-            raise Refused(str(failure[0]))
-        raise failure[0]
-    return outcome[0]
+    if isinstance(thread.failure, OSError) and not isinstance(thread.failure, FleetError):
+        raise Refused(str(thread.failure))
+    return thread.result()

@@ -6,10 +6,10 @@ and PING and nothing else. It has no rank: it holds no lease, no step waits for 
 of the job does not wait for it.
 
 Each PULL brings in ``step`` the last record that the reader may have seen, and each answer says in ``step`` the record
-up to which its rows reach at most. A process that has fewer records does not answer, and neither does one that lost its
-shard to another (the epoch, see [Note: Which of two servers]), so no value is older than one that the reader has got
+up to which its rows reach at most. A process that has fewer records does not answer, and neither does a server whose
+shard moved to another (the epoch, see [Note: Which of two servers]), so no value is older than those the reader has got
 before. For that to hold after a failover, a server answers with rows of record n once its standby has confirmed n. A
-standby answers at once: whoever leads after it has every record that it has.
+standby answers at once: the next leader has every record that it has.
 
 The answer to a PULL has the rows that exist, with their ids, in the order in which they were asked for.
 """
@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.ps.server.connected_worker import Answer, ConnectedWorker
+from fleet.ps.server.connected_worker import ConnectedWorker
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.operations import Answer
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.wire.bfloat16 import to_bfloat16
 from fleet.ps.wire.messages import (
     Header,
     MessageFlag,
@@ -40,7 +40,7 @@ from fleet.ps.wire.messages import (
     decode_parts,
     encode_parts,
 )
-from fleet.ps.wire.row_form import check_wire, to_int8
+from fleet.ps.wire.row_form import check_wire, to_bfloat16, to_int8
 
 CONFIRM_S = 1.0  # a lookup waits so long for the standby, and then the reader asks elsewhere
 _LOOKS = 3
@@ -54,7 +54,7 @@ class Readable:
         state: the tables.
         epoch: of the shard, 0 where it cannot change its place.
         record: the last record that is in the rows.
-        kept: the last one that a failover keeps.
+        kept: the last record that survives a failover.
         age_s: how long ago that was all there is.
         confirm: waits, at most for so many seconds, until a failover keeps a record; returns whether it does.
     """
@@ -72,7 +72,7 @@ class _Elsewhere(Exception):
 
 
 def is_reader(body: memoryview) -> bool:
-    """Returns whether a HELLO is that of a reader."""
+    """Returns whether a HELLO comes from a reader."""
     return "reader" in decode_control(body)
 
 
@@ -91,7 +91,9 @@ class ReaderRequests:
         state: Callable[[], ServerState],
         find: Callable[[], Readable | str] | None = None,
     ) -> None:
-        self._config, self._state, self._find = config, state, find
+        self._config = config
+        self._state = state
+        self._find = find
         listed = [config.peer, *(one[config.index] for one in config.places)]
         self._others = [one for one in listed if one and one != config.endpoint]  # where a reader turns to
 
@@ -117,8 +119,10 @@ class ReaderRequests:
 
     def _hello(self, peer: ConnectedWorker, fields: dict[str, Any]) -> Answer:
         config = self._config
-        wire, job = check_wire(fields.get("wire")), fields.get("job")
-        epoch, record = fields.get("epoch"), fields.get("record")
+        wire = check_wire(fields.get("wire"))
+        job = fields.get("job")
+        epoch = fields.get("epoch")
+        record = fields.get("record")
         if not isinstance(epoch, int) or not isinstance(record, int):
             raise Refused(f"a reader's HELLO has an epoch and a record; received {epoch!r} and {record!r}.")
         if job is not None and job != config.job:
@@ -126,7 +130,8 @@ class ReaderRequests:
         source = self._source(None, record)
         if source.epoch < epoch:
             raise _Elsewhere(f"it was replaced: it has epoch {source.epoch}, the reader has seen {epoch}")
-        peer.reads, peer.epoch = wire, source.epoch
+        peer.reads = wire
+        peer.epoch = source.epoch
         return Answer(buffers=[control_body(self._facts(source))])
 
     def _source(self, epoch: int | None, record: int) -> Readable:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.common.plain_files import create
 from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
@@ -60,6 +61,7 @@ class Stamps:
         known, stamps = self._sorted
         if not len(known):
             return None
+        # A key above the last known one would otherwise get a place behind the end.
         place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         newer: NDArray[np.bool_] = (known[place] != keys) | (stamps[place] < lsn)
         return newer
@@ -142,6 +144,7 @@ def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> Se
         return ServedDense(dense)
     table = SparseTable(config, folder)
     table.load_kernels()
+    # Merging has a kernel as well, which must be loaded while files can be opened, see SparseTable.load_kernels.
     with naming_the_cause():
         merge_parts([TablePart(0, 1, 1, np.zeros(1, np.int64), np.zeros((1, 1), np.float32))], 1)
     return ServedSparse(table)
@@ -167,7 +170,7 @@ class ServedSparse(_Served[SparseTable]):
 
     def __init__(self, table: SparseTable) -> None:
         super().__init__(table)
-        self.day: str | None = None  # the last one that advance_day named
+        self.day: str | None = None  # the last day that advance_day named
         self.keeps_shows = table.config.accessor is not None
         self.evicted = 0
 
@@ -181,6 +184,8 @@ class ServedSparse(_Served[SparseTable]):
             raise Refused(f"table {name!r} takes rows of dim {dim}; the message has {part.dim}.")
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has ids and no rows.")
+        # Before the journal has the change: where the disk is full, the change is refused while nothing has happened
+        # yet.
         if change:
             try:
                 self.table.make_room(part.n)
@@ -256,7 +261,7 @@ class ServedSparse(_Served[SparseTable]):
 
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot, chunk by chunk, while training continues."""
-        with path.open("wb") as file:
+        with create(path, 0o600) as file:
             for block in self.table.blocks(stamp=stamp):
                 file.write(encode_block(block))
             write_end(file)
@@ -344,7 +349,7 @@ class ServedDense(_Served[DenseTable]):
         with self.gate.exclusive():
             values, state = self.table.read_state()
             number = stamp()
-        with path.open("wb") as file:
+        with create(path, 0o600) as file:
             payload = values.tobytes() + state.tobytes()
             write_chunk(file, len(values), number, len(state), 0, payload)
             write_end(file)

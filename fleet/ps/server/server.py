@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import FleetError, PSError
 from fleet.ps.publishing.publisher import Publisher, boot_id
 from fleet.ps.server.answers import Answers
@@ -33,23 +34,12 @@ from fleet.ps.server.server_config import USUAL_CONNECTIONS, ServerConfig, conne
 from fleet.ps.server.server_files import load_tables, save_tables
 from fleet.ps.server.server_state import MakeTable, ServerState
 from fleet.ps.server.snapshot import has_snapshot, is_lost, recover, write_snapshot
-from fleet.ps.standby.carried import Carried, send_piece
 from fleet.ps.standby.movable_shard import MovableShard
 from fleet.ps.standby.pair import Pair, Turn
 from fleet.ps.wire.auth import check_secret, prove_to_worker, turn_away
-from fleet.ps.wire.body_digest import BodyDigest
-from fleet.ps.wire.messages import (
-    MAX_CONTROL_BYTES,
-    MessageError,
-    Op,
-    Status,
-    control_body,
-    decode_header,
-)
-from fleet.ps.wire.sealed import Sealed
+from fleet.ps.wire.sealed import BodyDigest
 from fleet.ps.wire.transport import Acceptor, Connection, ConnectionLost, SocketTransport, TransferTimeout, Transport
 
-_DATA = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH)
 MAX_UNPROVEN = 64  # connections that have not proven the secret yet
 
 
@@ -84,7 +74,7 @@ class Server:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._folder_lock: FolderLock | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[OwnThread] = []
         self._snapshotting = threading.Lock()  # taken before the state's own
         self._turn_over = threading.Event()
         self._pair: Pair | None = None
@@ -166,9 +156,10 @@ class Server:
         self._run(self._watch, self._keep)
 
     def _step_back(self) -> None:
-        """Follows the other server, which has taken over, with nothing of what is here."""
+        """Follows the other server, which has taken over, and drops the state here."""
         assert self._pair is not None
         state = self.state
+        # A snapshot in progress ends first, and none begins after the turn.
         with self._snapshotting:
             self._turn_over.set()
         if self._publisher is not None:
@@ -197,9 +188,27 @@ class Server:
 
     def _run(self, *targets: Callable[[], None]) -> None:
         for target in targets:
-            thread = threading.Thread(target=target, name=f"parameter server {target.__name__}", daemon=True)
-            thread.start()
+            name = f"parameter server {self.config.index} {target.__name__.strip('_')}"
+            thread = OwnThread(target, name=name, say=self._notify, then=self._wake)
             self._threads.append(thread)
+            thread.start()
+
+    def _wake(self) -> None:
+        """Ends the waits of the serving thread, for it to raise the failure of another."""
+        job = self.state.job
+        with job.changed:
+            job.over.notify_all()
+        if self._pair is not None:
+            self._pair.wake()
+
+    def _has_failed(self) -> bool:
+        return any(thread.failure is not None for thread in self._threads)
+
+    def _check_threads(self) -> None:
+        for thread in self._threads:
+            thread.check()
+        if self._pair is not None:
+            self._pair.check()
 
     def _recover(self) -> bool:
         """Recovers the state in the folder; returns whether nothing there was trained or prepared.
@@ -210,7 +219,7 @@ class Server:
         state = self.state
         saved = False
         if config.folder is not None:
-            for line in recover(config.folder, state):
+            for line in recover(config.folder, state, skips_damage=config.skips_damage):
                 self._notify(f"parameter server {config.index}: {line}")
             saved = has_snapshot(config.folder)
         state.journal.open()
@@ -221,7 +230,9 @@ class Server:
 
     def wait_for_turn(self) -> bool:
         """Waits until this server serves workers; returns False where the job ends without it."""
-        return self._pair is None or self._pair.wait_for_turn()
+        serves = self._pair is None or self._pair.wait_for_turn()
+        self._check_threads()
+        return serves
 
     def still_leads(self) -> bool:
         """Returns whether this server was not replaced by its standby."""
@@ -240,7 +251,8 @@ class Server:
         """
         job = self.state.job
         with job.changed:
-            ended = job.over.wait_for(job.ended, timeout_s)
+            ended = job.over.wait_for(lambda: job.ended() or self._has_failed(), timeout_s)
+        self._check_threads()
         if self.state.failure is not None:
             raise PSError(
                 f"parameter server {self.config.index}: a change was journaled and could not be applied: "
@@ -296,7 +308,7 @@ class Server:
     def forget(self) -> None:
         """Removes snapshot and journal: the job is over."""
         if self.config.folder is not None:
-            with self.state.snapshots:  # or one that is being written would be left for the next job to find
+            with self.state.snapshots:  # or a snapshot in progress would be left for the next job to find
                 for path in (*self.config.folder.glob("*snapshot-*"), self.config.folder / "journal"):
                     shutil.rmtree(path, ignore_errors=True)
                 for name in ("epoch.json", ".lock"):
@@ -329,6 +341,7 @@ class Server:
 
     def _let_in(self, connection: Connection) -> str:
         """Gives a newcomer a thread, if need be by evicting an older one; returns why it gets none."""
+        # Only connections without a proof give way: silent strangers cannot keep workers out.
         if len(self._newcomers) >= MAX_UNPROVEN or len(self._open) >= self._max_connections:
             evicted = self._newcomers.evict()
             if evicted is not None:
@@ -339,7 +352,7 @@ class Server:
                 f"turned away: {self._max_connections} connections are open, which is the limit; raise "
                 "FLEET_PS_MAX_CONNECTIONS, or add servers"
             )
-        thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+        thread = OwnThread(self._serve, connection, name=f"connection of {connection.peer}", say=self._notify)
         try:
             thread.start()  # it waits for the lock before it leaves
         except RuntimeError as error:  # no more threads: the newcomer tries again
@@ -427,7 +440,7 @@ class Server:
             with self._lock:
                 self._newcomers.discard(connection)
             peer = ConnectedWorker(sealed)
-            self._converse(peer)
+            self._answers.converse(peer, self._stopping.is_set, self._leave_workers)
         except (ConnectionLost, TransferTimeout):
             pass
         except FleetError as error:
@@ -441,41 +454,7 @@ class Server:
                 self._newcomers.discard(connection)
                 self._not_workers.discard(threading.current_thread())
 
-    def _converse(self, peer: ConnectedWorker) -> None:
-        config = self.config
-        connection = peer.connection
-        limit = config.transfer_timeout_s
-        idle = config.handshake_timeout_s
-        while not self._stopping.is_set():
-            self._answers.finish_last(peer)
-            header = decode_header(connection.receive_header(limit, idle), config.max_body_bytes)
-            if header.op not in _DATA and header.body_bytes > MAX_CONTROL_BYTES:
-                raise MessageError(f"{connection.peer}: a {header.op.name} of {header.body_bytes} bytes.")
-            if peer.worker is None and header.op is Op.FOLLOW:
-                follow = memoryview(bytearray(header.body_bytes))
-                connection.receive_body(follow, limit)
-                self._serve_follow(connection, follow)
-                return
-            if peer.worker is None and not peer.reads and header.op is not Op.HELLO:
-                raise MessageError(f"{connection.peer}: the first message must be HELLO, not {header.op.name}.")
-            body = peer.body(header.body_bytes)
-            connection.receive_body(body, limit)
-            answer = self._answers.give(peer, header, body)
-            if peer.reads and header.op is Op.HELLO:
-                with self._lock:
-                    self._not_workers.add(threading.current_thread())
-            if answer is not None and (answer.status is Status.FENCED or self.state.failure is not None):
-                return
-            idle = 2 * config.lease_s
-
-    def _serve_follow(self, connection: Sealed, body: memoryview) -> None:
+    def _leave_workers(self) -> None:
+        """Notes that the connection of this thread is no worker's: the end of the job does not wait for it."""
         with self._lock:
             self._not_workers.add(threading.current_thread())
-        if self._pair is not None:
-            self._pair.serve(connection, body)
-            return
-        text = (
-            f"parameter server {self.config.index} has no standby, and no other process that could serve it. Start the "
-            "job with --server_standby or --server_shards."
-        )
-        send_piece(connection, Carried.REFUSED, [control_body({"error": text})])

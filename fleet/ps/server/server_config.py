@@ -32,6 +32,7 @@ class ServerConfig:
         job: name of the job, for the folder.
         folder: where journal and snapshots live; ``None`` keeps nothing, with level 0.
         level: of the journal, see :mod:`fleet.ps.server.journal`; ``None`` is 1 with a folder and 0 without.
+        skips_damage: goes on with the whole records before a damaged place of the folder, instead of raising.
         snapshot_bytes: a snapshot is written when the journal has grown by this much.
         snapshot_interval_s: longest time between snapshots; ``None`` sets no limit.
         summary_interval_s: time between lines about rows, memory, rates and queues while rows move; ``None`` logs none.
@@ -60,6 +61,7 @@ class ServerConfig:
     job: str = ""
     folder: Path | None = None
     level: int | None = None
+    skips_damage: bool = False
     snapshot_bytes: int = 1 << 30
     snapshot_interval_s: float | None = None
     summary_interval_s: float | None = 60.0

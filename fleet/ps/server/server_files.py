@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ def save_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
             for table_id in ids:
                 rows += _save(state, config, table_id, dirname, mode, save_id, text)
             _note_done(state, save_id, rows)
+            note_origin(state, fields)
         if mode and config.folder is not None:
             write_snapshot(state, config.folder)
             state.on_unrecorded()
@@ -98,9 +100,9 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
     """Loads tables and returns ``{"rows": ...}``; pushes to a table wait while it is loaded.
 
     With ``check`` it reads all that it would load, changes nothing, and says why it would be ``refused``, or "": a
-    worker has every server check before it has the first one load. Gradients of open steps (sync mode) lose what they
-    have for these tables. A load id is checked and loaded once; whoever asks again is told the same, so that all
-    workers go the same way.
+    worker has every server check before it has the first one load. Gradients of open steps (sync mode) lose
+    their rows of these tables. A load id is checked and loaded once; a worker that asks again is told the same, so that
+    all workers go the same way.
     """
     dirname = _dirname(fields)
     ids = _tables(state, fields)
@@ -116,7 +118,7 @@ def load_tables(state: ServerState, config: ServerConfig, fields: dict[str, Any]
         if (load_id, False) in state.load_problems:
             raise Refused(state.load_problems[load_id, False])
         try:
-            return {"rows": _load_all(state, config, ids, dirname, load_id)}
+            return {"rows": _load_all(state, config, ids, fields, load_id)}
         except Exception as error:
             _note_problem(state, load_id, False, _reason(dirname, error))
             raise
@@ -156,15 +158,23 @@ def _check_all(state: ServerState, config: ServerConfig, ids: list[int], dirname
             check_table(table.table, dirname, ranges=_share(config.index, spec).get("ranges"))
 
 
-def _load_all(state: ServerState, config: ServerConfig, ids: list[int], dirname: Path, load_id: str) -> int:
+def note_origin(state: ServerState, fields: dict[str, Any]) -> None:
+    """Notes where a save of all tables is, for workers that start later: it has what only they use."""
+    if fields.get("tables") is None:
+        with state.job.changed:
+            state.job.origin = os.path.realpath(_dirname(fields))
+
+
+def _load_all(state: ServerState, config: ServerConfig, ids: list[int], fields: dict[str, Any], load_id: str) -> int:
     rows = 0
     with _rows_without_records(state):
         try:
             with state.snapshots:
                 for table_id in ids:
-                    rows += _load(state, config, table_id, dirname)
+                    rows += _load(state, config, table_id, _dirname(fields))
         finally:
             state.forget_held(ids)
+        note_origin(state, fields)
         if load_id:
             _note_done(state, load_id, rows)
         if config.folder is not None:
@@ -174,7 +184,7 @@ def _load_all(state: ServerState, config: ServerConfig, ids: list[int], dirname:
 
 @contextmanager
 def _rows_without_records(state: ServerState) -> Iterator[None]:
-    """Keeps the publisher away until a snapshot has the rows: a restart would not know what a sink had got."""
+    """Keeps the publisher away until a snapshot has the rows: a restart would not know which rows a sink has."""
     published = state.job.published
     with state.job.changed:
         published.whole = published.loading = True

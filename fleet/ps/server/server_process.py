@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from fleet.common.own_thread import OwnThread
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
@@ -37,7 +38,7 @@ def run_server(
         notify: receives each log line; one says on which endpoint the server is listening.
         prepare: see :meth:`fleet.ps.server.server.Server.start`.
         watch: is given the state once the server serves workers, and whether the job begins with it (False: it took
-            over, or goes on from its folder); what it returns is called at the end.
+            over, or goes on from its folder); its result is called at the end.
 
     Raises:
         ConfigError: no secret, or numba is broken or disabled.
@@ -87,21 +88,19 @@ def _serve(server: Server, watch: Watch) -> None:
 
 
 def _serve_all(servers: Sequence[Server], watch: Watch) -> None:
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[OwnThread] = queue.SimpleQueue()
 
     def serve(server: Server) -> None:
         try:
             _serve(server, watch)
-        except BaseException as error:
-            ended.put(error)
-        else:
-            ended.put(None)
+        finally:
+            ended.put(threads[server])
 
-    for server in servers:
-        threading.Thread(target=serve, args=(server,), name="shard", daemon=True).start()
+    threads = {server: OwnThread(serve, server, name="shard", say=None) for server in servers}
+    for thread in threads.values():
+        thread.start()
     for _ in servers:
-        if (error := ended.get()) is not None:
-            raise error
+        ended.get().result()
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class ServerState:
     """Tables, workers and journal of one server.
 
     Args:
-        job: the workers, and what they have agreed on.
+        job: the workers and their agreements.
         journal: where changes are written before they are applied.
         make_table: makes an empty table from a specification.
         sync: hold the gradients of a step until those of all active workers are here, then apply their mean.
@@ -88,6 +88,7 @@ class ServerState:
             Refused: a specification differs or is wrong; nothing was made.
         """
         with self.snapshots:
+            # All tables are made before the record is written: a wrong specification among several changes nothing.
             made = {}
             for table_id, spec in specs.items():
                 known = self.job.specs.get(table_id)
@@ -114,6 +115,7 @@ class ServerState:
         """Serves ``table``; the ids of rows that it deletes from now on are noted for the sink."""
         if isinstance(table, ServedSparse):
             table.table.on_delete = partial(self._note_gone, table_id)
+        # A new dict instead of a change in place: requests look tables up without a lock.
         self.tables = {**self.tables, table_id: table}
 
     def _note_gone(self, table_id: int, keys: Keys) -> None:
@@ -121,7 +123,7 @@ class ServerState:
             self.job.note_changed(table_id, keys, gone=True)
 
     def table(self, table_id: int) -> ServedTable:
-        """Returns the table; raises :class:`Refused` when there is none."""
+        """Returns the table; raises :class:`Refused` if it does not exist."""
         try:
             return self.tables[table_id]
         except KeyError:
@@ -129,9 +131,12 @@ class ServerState:
 
     @contextmanager
     def _held(self, table_ids: Sequence[int]) -> Iterator[None]:
+        # In the order of the ids, as every holder does, or two pushes could wait for each other.
         tables = [self.tables[table_id] for table_id in sorted(table_ids)]
         held: list[AbstractContextManager[Any]] = []
         try:
+            # Without a journal no record fixes an order. The gates are needed all the same: they keep out a shrink or a
+            # copy.
             for one in [table.order for table in tables] if self.journal.level else ():
                 one.__enter__()
                 held.append(one)
@@ -148,11 +153,12 @@ class ServerState:
     def change(self, worker: Worker, number: int, header: Header, body: memoryview, parts: list[TablePart]) -> Status:
         """Applies a push, an addition or a setting of dense values, unless it was applied before.
 
-        In sync mode ``body``, of which ``parts`` are :meth:`checked`, is kept until the step is applied: it must not
+        In sync mode ``body`` is kept, whose :meth:`checked` parts are ``parts``, until the step is applied: it must not
         change.
         """
         channel = worker.channel(number)
         with channel.lock:
+            # Every push comes here, so the job's lock is taken only where the lease or the process has changed.
             if worker.client_id != header.client_id or worker.state == "expired":
                 with self.job.changed:
                     self.job.touch(worker, header.client_id)
@@ -163,6 +169,7 @@ class ServerState:
                 status = self._hold(worker, number, header, body, parts)
             else:
                 status = self._apply_now(worker, number, header, parts, body)
+        # Outside the channel's lock: the last gradient of a step applies the gradients of all workers.
         if self.sync:
             self.apply_ready()
         return status
@@ -204,6 +211,7 @@ class ServerState:
                 self._refuse_overtaken(record, worker)
                 lsn = self.journal.append(record)
                 fresh = self._note(record, worker, parts, lsn)
+                # Read under the lock, so that a worker that asks while the rows change is noticed below.
                 takes = self.job.recorder.takes
             try:
                 self._apply(record.kind, [part for part in parts if part.table_id in fresh], lsn)
@@ -226,6 +234,7 @@ class ServerState:
         fresh = self.job.fresh_tables(worker, step, ids)
         worker.channel(record.channel).note(lsn, record.seq)
         self.job.note_step(worker, step, fresh)
+        # A worker may send the tables of a step in several pushes: only the last of them moves its clock.
         if not record.flags & MessageFlag.NO_CLOCK:
             worker.clock = max(worker.clock, step)
         self._note_positions(record, worker, fresh)
@@ -237,6 +246,7 @@ class ServerState:
 
     def _note_changed(self, record: Record, table_id: int, ids: Keys) -> None:
         if self.job.published.on or _adder(record) is not None or self.job.recorder.watching(table_id):
+            # A copy: the ids lie in the buffer of the connection, which the next message overwrites.
             kept = ids.copy()
             self.job.note_changed(table_id, kept)
             self._note_for_workers(table_id, kept, _adder(record))
@@ -249,7 +259,7 @@ class ServerState:
         self.job.recorder.mark(readers, table_id, ids)
 
     def _refuse_overtaken(self, record: Record, worker: Worker) -> None:
-        """Raises MessageError when another worker has taken over what this one reads; the journal's lock is held."""
+        """Raises MessageError when another worker reads this one's partitions now; the journal's lock is held."""
         positions = parts_of(record.body, record.flags)[1]
         if positions and record.step > worker.clock:
             refuse_overtaken([each.points for each in self.job.workers], worker.rank, positions)
@@ -294,7 +304,7 @@ class ServerState:
             self.tables[part.table_id].erase(part)
 
     def evict_all(self) -> None:
-        """Evicts what was due when the server was killed; the journal is open and nobody is served yet."""
+        """Evicts the rows that were due when the server was killed; the journal is open and nobody is served yet."""
         for table_id in sorted(self.tables):
             with self._held([table_id]):
                 self._evict([table_id])
@@ -349,10 +359,13 @@ class ServerState:
                         return
                     ranks = sorted(self.job.held[step])
                     gradients = [self.job.held[step][rank] for rank in ranks]
+                # Without the job's lock, because large gradients take a while; ``_applying`` keeps the held gradients
+                # in place.
                 merged = self._merged(gradients, len(ranks))
                 with self._held([part.table_id for part in merged]):
                     with self.job.changed:
                         lsn = self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
+                        # Before ``applied_step`` moves, or ``visible_step`` would show a step that the tables lack.
                         self._unfinished = step
                         self.job.take_held(step, ranks)
                         self._note_merged(merged)
@@ -378,7 +391,7 @@ class ServerState:
                 self._note_for_workers(part.table_id, part.ids)
 
     def forget_held(self, table_ids: Sequence[int]) -> None:
-        """Drops what the held gradients have for these tables; their steps stay open.
+        """Drops the rows of these tables from held gradients; their steps stay open.
 
         So a gradient that was computed with the rows before a load changes nothing after it. Sending it again does not
         help either: its step is known.
@@ -401,6 +414,7 @@ class ServerState:
             for part in held.parts or wide_parts(decode_parts(held.body, held.n_tables, bfloat16)):
                 by_table.setdefault(part.table_id, []).append(part)
         merged = []
+        # Tables by id and gradients by rank: a replay adds the same floats in the same order.
         for table_id in sorted(by_table):
             table = self.tables[table_id]
             merged.append(merge_parts(by_table[table_id], divisor, table.keeps_shows))
@@ -439,6 +453,7 @@ class ServerState:
             fields = {"history": history, "boot": boot, "level": self.journal.level}
             lsn = self.journal.append(_control(RecordKind.HISTORY, fields))
             self.job.published.begin(history, kept_for, lsn)
+            # The sink's new history begins here; the ids noted before belong to the old one.
             self.job.recorder.drop(TOUCHED, GONE)
 
     def settle(self) -> None:
@@ -499,10 +514,11 @@ class ServerState:
         elif record.kind == RecordKind.ALTER:
             worker.channel(record.channel).note(record.lsn, record.seq)
             table_id = fields["table"]
+            # No snapshot runs during an alteration, so either all rows of the table hold it or none does.
             if table_id not in stamps or record.lsn > stamps[table_id].latest:
                 self.tables[table_id].alter(fields["action"], fields["fields"])
         elif record.kind == RecordKind.BARRIER:
-            self.job.pass_barrier(fields["name"], fields["number"], fields.get("key", ""))
+            self.job.pass_barrier(fields["name"], fields["number"], fields["key"])
         elif record.kind == RecordKind.HISTORY:
             self.job.published.begin(fields["history"], (fields["boot"], fields["level"]), record.lsn)
             self.job.recorder.drop(TOUCHED, GONE)

@@ -12,7 +12,7 @@ point to the next, under the same step numbers. Tables that have the step drop i
 it. So each table of each server has each event once.
 
 A partition is read by one worker. Another that takes it over begins where the first one's clock is, and from then on
-the first one's pushes are refused: its ``first`` lies below what the other has reached.
+the first one's pushes are refused: its ``first`` lies below the position of the other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Points:
         return dict(self._moved)
 
     def next_of(self, source: str, partition: str) -> int | None:
-        """Returns the offset after the last event of the partition that any table has; ``None`` where there is none."""
+        """Returns the offset after the last event of the partition that any table has; ``None`` without any event."""
         found = [offsets.get(source, {}).get(partition) for _, offsets in self._at.values()]
         return max((offset for offset in found if offset is not None), default=None)
 

@@ -1,9 +1,9 @@
 """The rows that a publisher keeps in a folder: a mapped base for each server, and the deltas after it.
 
-[Note: What a lookup sees while the folder changes]
+[Note: Lookups while the folder changes]
 ``refresh`` reads the manifest, then the files it names that are new, and puts one new state in place when all of them
-are read and checked; states are never changed, so a lookup sees one manifest's rows, every delta whole. A file that the
-publisher has removed meanwhile stands in an older manifest: the newest one is read again. Files that a state uses stay
+are read and checked; states are never changed, so a lookup sees one manifest's rows, every delta whole. If the
+publisher removes a file before it is read, a newer manifest exists and is read in turn. Files that a state uses stay
 mapped after they are removed.
 """
 
@@ -22,8 +22,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.folder_sink import MANIFEST
 from fleet.ps.publishing.tensor_file import read_tensors
-from fleet.ps.serving.local_rows import LocalState, Position, TableShare, check_servers
-from fleet.ps.serving.mapped_rows import MappedRows, map_file
+from fleet.ps.serving.local_rows import LocalState, MappedRows, Position, TableShare, check_servers, map_file
 
 _MOST_BYTES = 1 << 28
 _TRIES = 20
@@ -37,14 +36,14 @@ def is_delta_folder(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ServerFiles:
-    """What has been read of one server: the entries of its files, oldest first, and the rows by table."""
+    """The files of one server that have been read, oldest first, and their rows by table."""
 
     entries: tuple[tuple[str, int], ...]  # (file, CRC-32)
     shares: dict[str, TableShare]
 
 
 class DeltaRows:
-    """Reads the folder of ``fleet.ps.publish``, and what was added to it since."""
+    """Reads the folder of ``fleet.ps.publish``, and later the files that were added to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,7 +63,7 @@ class DeltaRows:
             if text == self._text:
                 return False
             try:
-                self._take(text)
+                self._load(text)
                 return True
             except CheckpointError:
                 if text == self._manifest_text():  # not because the folder went on
@@ -75,7 +74,7 @@ class DeltaRows:
         with open_plain(self._folder / MANIFEST) as file:
             return file.read(_MOST_BYTES)
 
-    def _take(self, text: bytes) -> None:
+    def _load(self, text: bytes) -> None:
         chains: dict[int, _ServerFiles] = {}
         positions: dict[int, Position] = {}
         for server, state in sorted(_servers_of(self._folder / MANIFEST, text).items()):
@@ -90,19 +89,19 @@ class DeltaRows:
                     f"{self._folder}: server {server} has rows of table {name!r} with {dim} columns, another server "
                     f"with {dims[name]}. Remove the folder; the servers' next deltas write all rows."
                 )
+        # In one assignment: lookups run in other threads without a lock.
         self.state = LocalState(dims, shares, positions)
         self._chains = chains
         self._text = text
 
     def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _ServerFiles:
         wanted = tuple((entry["file"], entry["crc32"]) for entry in entries)
-        known = self._chains.get(server)
-        if known is not None and wanted[: len(known.entries)] == known.entries:
-            shares = dict(known.shares)
-            start = len(known.entries)
-        else:
-            shares, start = {}, 0
-        for entry in entries[start:]:
+        known = self._chains.get(server, _ServerFiles((), {}))
+        # A chain that continues the known one costs its new files alone; a compacted one is read from its base on.
+        if wanted[: len(known.entries)] != known.entries:
+            known = _ServerFiles((), {})
+        shares = dict(known.shares)
+        for entry in entries[len(known.entries) :]:
             self._add(shares, entry)
         return _ServerFiles(wanted, shares)
 
@@ -148,7 +147,7 @@ def _extended(share: TableShare, name: str, tensors: dict[str, NDArray[Any]]) ->
 
 
 def _servers_of(path: Path, text: bytes) -> dict[int, dict[str, Any]]:
-    """Returns what the manifest says of each server, checked.
+    """Returns the checked state of each server in the manifest.
 
     Raises:
         CheckpointError: it is no manifest, or its deltas do not follow each other.

@@ -6,8 +6,8 @@ A folder that was exported to has, beside the tables of a save::
     dense-xxxxxxxx.pt2           (rows, *inputs) -> the model's output
     ids-xxxxxxxx.pt2             (*inputs) -> the ids of each lookup
 
-``rows`` is a tuple with what each embedding returned, in the order of the calls. ``export.json`` is replaced by one
-rename, so that a process that serves the folder sees the older program or the newer one.
+``rows`` is a tuple with the output of each embedding, in the order of the calls. ``export.json`` is replaced by one
+rename, so that a process that serves the folder sees either the older program or the newer.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.files.row_file import write_atomically
 from fleet.ps.worker.embedding import SparseEmbedding
 
 EXPORT = "export.json"
@@ -43,7 +43,7 @@ class RowsInput:
         module: the embedding's name in the model.
         table: the table's name.
         dim: columns of a row.
-        combiner, num_slots, separate_slots, padding_idx: those of ``fleet.SparseEmbedding``.
+        combiner, num_slots, separate_slots, padding_idx: as for ``fleet.SparseEmbedding``.
         num_embeddings: of an ``nn.Embedding``: ids are below it; ``None`` takes any id.
     """
 
@@ -57,7 +57,7 @@ class RowsInput:
     num_embeddings: int | None = None
 
     def shape(self, ids: Tensor, offsets: Tensor | None) -> tuple[Any, ...]:
-        """Returns the shape of what the embedding returns for ``ids``."""
+        """Returns the shape of the embedding's output for ``ids``."""
         if offsets is not None:
             bags = (offsets.shape[0],) if self.num_slots == 1 else (offsets.shape[0] // self.num_slots, self.num_slots)
             return (*bags, self.dim)
@@ -65,7 +65,7 @@ class RowsInput:
 
 
 class _Calls:
-    """What the embeddings of a model that is traced are asked for, and what they answer."""
+    """The calls of a traced model's embeddings, and the rows that answer them."""
 
     def __init__(self) -> None:
         self.rows: Sequence[Tensor] | None = None  # None: zeros
@@ -74,7 +74,8 @@ class _Calls:
 
     def begin(self, rows: Sequence[Tensor] | None) -> None:
         self.rows = rows
-        self.asked, self.lookups = [], []
+        self.asked = []
+        self.lookups = []
 
     def answer(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None) -> Tensor:
         self.asked.append((ids, offsets))
@@ -85,11 +86,12 @@ class _Calls:
 
 
 class _Slot(nn.Module):
-    """Stands where an embedding was."""
+    """Replaces an embedding in the traced copy of the model."""
 
     def __init__(self, calls: _Calls, lookup: RowsInput) -> None:
         super().__init__()
-        self.calls, self.lookup = calls, lookup
+        self.calls = calls
+        self.lookup = lookup
 
     def forward(self, ids: Any, offsets: Tensor | None = None, *, show: object = None, click: object = None) -> Tensor:
         """Returns the rows that are an input of the program."""
@@ -124,15 +126,15 @@ class _Ids(_Part):
 def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) -> Path:
     """Writes the dense part of ``model`` into ``folder`` as a program that takes the rows of its embeddings as inputs.
 
-    :class:`fleet.ps.Predictor` runs it. The model stays as it is; what is written is its copy in evaluation mode, with
-    the weights that this process has now. Of a model in training, one worker calls it; ``fleet.save_inference_model``
-    with ``example_inputs`` does that and writes the tables beside it.
+    :class:`fleet.ps.Predictor` runs it. The model stays as it is: a copy in evaluation mode is written, with the
+    weights that this process has now. Of a model in training, one worker calls it; ``fleet.save_inference_model`` with
+    ``example_inputs`` does that and writes the tables beside it.
 
     Args:
         model: the module, as built or as ``fleet.distributed_model`` returned it. Every ``fleet.SparseEmbedding`` and
             ``nn.Embedding(sparse=True)`` in it becomes an input.
-        example_inputs: a tuple of what the model is called with: tensors of a batch of 2 or more samples. The program
-            takes batches of any size.
+        example_inputs: a tuple of the arguments of a call: tensors of a batch of 2 or more samples. The program takes
+            batches of any size.
         folder: where; made when missing.
 
     Returns:
@@ -154,26 +156,28 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
     traced = _without_rows(model, calls)
     rows, lookups = _asked_rows(traced, calls, inputs)
     target = Path(folder)
-    made = {"dense": _Dense(traced, calls), "ids": _Ids(traced, calls)}
+    modules = {"dense": _Dense(traced, calls), "ids": _Ids(traced, calls)}
     arguments = {"dense": (rows, *inputs), "ids": inputs}
-    names = {part: f"{part}-{secrets.token_hex(4)}.pt2" for part in made}
+    names = {part: f"{part}-{secrets.token_hex(4)}.pt2" for part in modules}
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for part, module in made.items():
-            torch.export.save(_program(part, module, arguments[part]), target / names[part])
+        # The programs first, then the file that names them: a reader of the folder never meets half an export.
+        for part, module in modules.items():
+            with create(target / names[part]) as file:
+                torch.export.save(_program(part, module, arguments[part]), file)
         body = json.dumps({**names, "lookups": [asdict(lookup) for lookup in lookups]}, sort_keys=True)
-        before = [path for part in made for path in target.glob(f"{part}-*.pt2") if path.name not in names.values()]
-        text = json.dumps({"format": _FORMAT, "crc32": zlib.crc32(body.encode()), "export": body})
-        write_atomically(target / EXPORT, text.encode())
+        before = [path for part in modules for path in target.glob(f"{part}-*.pt2") if path.name not in names.values()]
+        checksum = zlib.crc32(body.encode())
+        replace_file(target / EXPORT, json.dumps({"format": _FORMAT, "crc32": checksum, "export": body}))
     except OSError as error:
         raise CheckpointError(f"fleet.ps.export(): {target} cannot be written: {error}.") from error
-    for path in sorted(before, key=os.path.getmtime)[: -len(made)]:  # one older program may be about to be read
+    for path in sorted(before, key=os.path.getmtime)[: -len(modules)]:  # one older program may be about to be read
         path.unlink(missing_ok=True)
     return target
 
 
 def checked_inputs(example_inputs: object) -> tuple[Any, ...]:
-    """Returns example inputs on the CPU; raises :class:`ConfigError` when they cannot be a program's."""
+    """Returns the example inputs on the CPU; raises :class:`ConfigError` when a program cannot take them."""
     if not isinstance(example_inputs, tuple | list) or not example_inputs:
         raise ConfigError(
             f"fleet.ps.export(example_inputs={type(example_inputs).__name__}) takes a tuple of what the model is "
@@ -198,9 +202,8 @@ def _without_rows(model: nn.Module, calls: _Calls) -> nn.Module:
     """Returns a copy of ``model`` on the CPU, in evaluation mode, with a slot for each embedding with rows."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"fleet.ps.export(model={type(model).__name__}) takes a torch.nn.Module.")
-    inner = getattr(model, "module", None)
-    if isinstance(inner, nn.Module) and not any(inner is child for child in model.children()):
-        model = inner  # what distributed_model returned: its submodules are those of the user's module
+    if isinstance(getattr(type(model), "module", None), property):
+        model = cast("nn.Module", model.module)  # distributed_model wraps the module
     slots: dict[int, Any] = {}
     for name, module in model.named_modules():
         if (found := _lookup_of(name, module)) is not None:
@@ -212,6 +215,7 @@ def _without_rows(model: nn.Module, calls: _Calls) -> nn.Module:
         )
     if id(model) in slots:
         model = nn.Sequential(model)
+    # deepcopy takes the slots for copies it has already made, so the rows of the embeddings are never copied.
     try:
         copied = copy.deepcopy(model, slots)
     except (RuntimeError, TypeError) as error:
@@ -241,17 +245,19 @@ def _asked_rows(
     Raises:
         ConfigError: the model makes no lookup, or takes the ids of one from the rows of another.
     """
+    # The first run, with rows of zeros, finds the ids and so the shapes of the rows.
     with torch.no_grad():
         calls.begin(None)
         traced(*inputs)
-        asked, lookups = list(calls.asked), list(calls.lookups)
+        asked = calls.asked
+        lookups = calls.lookups
         shapes = [lookup.shape(ids, offsets) for lookup, (ids, offsets) in zip(lookups, asked, strict=True)]
+        # A second run with other rows: ids that differ then depend on rows.
         calls.begin([torch.randn(shape) for shape in shapes])
         traced(*inputs)
     if not asked:
         raise ConfigError("fleet.ps.export(): with these example inputs the model looks up no rows.")
-    same = all(torch.equal(one, other) for (one, _), (other, _) in zip(asked, calls.asked, strict=True))
-    if not same:
+    if not all(torch.equal(one, other) for (one, _), (other, _) in zip(asked, calls.asked, strict=True)):
         raise ConfigError(
             "fleet.ps.export(): the ids of one lookup depend on the rows of another, which one exchange of rows per "
             "prediction cannot serve. Look both up from the inputs."
@@ -260,13 +266,11 @@ def _asked_rows(
 
 
 def _program(part: str, module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    def dims(leaf: Tensor) -> dict[int, Any]:  # a size of 1 stays 1: what is broadcast could not tell otherwise
+    def dims(leaf: Tensor) -> dict[int, Any]:  # a size of 1 stays 1: broadcasting over it is traced into the program
         return {dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size != 1}
 
-    if part == "dense":
-        shapes: Any = {"rows": tree_map(dims, arguments[0]), "inputs": tree_map(dims, tuple(arguments[1:]))}
-    else:
-        shapes = {"inputs": tree_map(dims, arguments)}
+    named = {"rows": arguments[0], "inputs": tuple(arguments[1:])} if part == "dense" else {"inputs": arguments}
+    shapes = tree_map(dims, named)
     # Without this a program refuses batches of 1, and no public setting of torch.export allows them.
     any_size = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet._python_file import object_in
+from fleet.common.python_file import object_in
 from fleet.errors import CheckpointError, ConfigError
 
 _ABOUT = """Writes the dense part of a model as a program of torch.export into FOLDER, beside the tables and the state
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     from fleet.ps.serving.export import export
 
     state = _state(Path(arguments.state or Path(arguments.folder) / _STATE))
-    model, example_inputs = _made(arguments.model)
+    model, example_inputs = _model_and_inputs(arguments.model)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -56,11 +56,11 @@ def _state(path: Path) -> Any:
             raise CheckpointError(f"{path}: torch cannot read this state: {error!s:.300}.") from error
 
 
-def _made(place: str) -> tuple[Any, Any]:
+def _model_and_inputs(place: str) -> tuple[Any, Any]:
     from torch import nn
 
-    made = object_in(place)
-    pair = made() if callable(made) and not isinstance(made, nn.Module) else made
+    named = object_in(place)
+    pair = named() if callable(named) and not isinstance(named, nn.Module) else named
     if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], nn.Module):
         raise ConfigError(
             f"{place} gave {type(pair).__name__}; it is a function without arguments that returns the model and a "

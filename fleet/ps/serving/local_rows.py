@@ -1,21 +1,31 @@
-"""LocalState: the rows that files of this machine hold at one moment, by table and server."""
+"""LocalState: the rows that files of this machine hold at one moment, by table and server.
+
+Files are mapped into memory: the system reads and drops their pages as they are needed. An index in numpy alone says
+where a row is, so a serving process need not compile.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError, ConfigError, did_you_mean
-from fleet.ps.serving.mapped_rows import MappedRows
-from fleet.ps.serving.row_index import GONE, MISSING, RowIndex, merged
+from fleet.ps.files.row_file import open_plain
+from fleet.ps.publishing.delta import STORED, decode
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Float32s, Int64s
 
+Octets = NDArray[np.uint8]
 Found = tuple[Float32s, NDArray[np.bool_]]
-_OFFSET_BITS = 40  # of a place: which file, above the byte in it
+MISSING = -1  # an id that an index does not know
+GONE = -2  # an id that it knows to be deleted
+_OFFSET_BITS = 40  # a place is the number of the file, above the byte in it
 _OFFSET = (1 << _OFFSET_BITS) - 1
 
 
@@ -36,9 +46,116 @@ class Position:
     pushed_at: float = 0.0
 
 
+def map_file(path: Path) -> Octets:
+    """Returns the bytes of the file at ``path``, mapped; they stay readable when the file is removed.
+
+    Raises:
+        CheckpointError: it is absent, a link, or no regular file.
+    """
+    with open_plain(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, np.uint8)
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be mapped into memory: {error.strerror}.") from None
+    return np.frombuffer(mapped, np.uint8)
+
+
+class MappedRows:
+    """Rows of one table in one file.
+
+    Args:
+        octets: the file, or any bytes.
+        dim: columns of a row.
+        encoding: how a row is stored: one of :data:`fleet.ps.publishing.delta.ENCODINGS`.
+        scales: of int8 rows, which follow each other from the first byte on: one float32 for each.
+    """
+
+    def __init__(self, octets: Octets, dim: int, encoding: str = "float32", scales: Float32s | None = None) -> None:
+        self.dim = dim
+        self._dtype = STORED[encoding]
+        self._width = dim * self._dtype.itemsize
+        self._scales = scales
+        # One item at every byte: numpy copies an item of any address, so rows need not be aligned in the file.
+        self._items = np.ndarray(
+            (max(0, len(octets) - self._width + 1),), np.dtype(f"V{self._width}"), octets, strides=(1,)
+        )
+
+    def rows(self, offsets: Int64s) -> Float32s:
+        """Returns the rows that begin at these bytes, float32 [n, dim]."""
+        stored = self._items[offsets].view(self._dtype).reshape(len(offsets), self.dim)
+        scales = None if self._scales is None else self._scales[offsets // self._width]
+        return decode(stored, scales)
+
+
+class RowIndex:
+    """The places of distinct ids; never changed once it is made, so any thread may read it.
+
+    Ids lie in the order of their hashes, which are evenly spread: the upper bits of a hash lead to its bucket, which
+    holds about one id. It takes 20 bytes an id.
+
+    Args:
+        keys: int64 [n]. Of an id that occurs twice the first counts.
+        places: int64 [n]; 0 or more, or :data:`GONE`.
+
+    Example:
+        >>> index = RowIndex(np.array([7, -3]), np.array([0, 64]))
+        >>> ids = np.array([-3, 5])
+        >>> index.find(ids, mix(ids)).tolist()
+        [64, -1]
+    """
+
+    __slots__ = ("_bits", "_starts", "keys", "places")
+
+    def __init__(self, keys: Int64s, places: Int64s) -> None:
+        hashes = mix(keys)
+        order = np.argsort(hashes, kind="stable")
+        hashes = hashes[order]
+        first = np.ones(len(order), np.bool_)
+        first[1:] = hashes[1:] != hashes[:-1]  # equal hashes are equal ids
+        if not first.all():
+            order = order[first]
+            hashes = hashes[first]
+        self.keys: Int64s = keys[order]
+        self.places: Int64s = places[order]
+        self._bits = max(1, (len(order) - 1).bit_length())
+        counts = np.bincount((hashes >> np.uint64(64 - self._bits)).astype(np.int64), minlength=1 << self._bits)
+        self._starts: NDArray[np.unsignedinteger] = np.zeros(
+            len(counts) + 1, np.uint32 if len(order) < 2**32 else np.uint64
+        )
+        np.cumsum(counts, out=self._starts[1:])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, keys: Int64s, hashes: Uint64s) -> Int64s:
+        """Returns the place of each id, int64 [n]; ``hashes`` is ``mix(keys)``."""
+        places = np.full(len(keys), MISSING, np.int64)
+        if not len(self.keys):
+            return places
+        buckets = (hashes >> np.uint64(64 - self._bits)).astype(np.int64)
+        at = self._starts[buckets].astype(np.int64)
+        ends = self._starts[buckets + 1].astype(np.int64)
+        left = np.flatnonzero(at < ends)
+        at, ends, wanted = at[left], ends[left], keys[left]
+        while len(left):  # as often as the fullest bucket that is asked for has ids
+            same = self.keys[at] == wanted
+            places[left[same]] = self.places[at[same]]
+            on = ~same
+            on &= at + 1 < ends
+            at, ends, wanted, left = at[on] + 1, ends[on], wanted[on], left[on]
+        return places
+
+
+def merged(newer: RowIndex, older: RowIndex) -> RowIndex:
+    """Returns one index of the ids of both; the newer one's place counts."""
+    return RowIndex(np.concatenate([newer.keys, older.keys]), np.concatenate([newer.places, older.places]))
+
+
 @dataclass(frozen=True, slots=True)
 class TableShare:
-    """The rows of one table on one server: a base and what came after it. A newer share is another object.
+    """The rows of one table on one server: a base and the deltas after it. A newer share is another object.
 
     ``indexes`` are newest first, the base last; their places name a file of ``files`` and a byte in it.
     """
@@ -56,7 +173,8 @@ class TableShare:
             places = np.concatenate([places, np.full(len(deleted), GONE, np.int64)])
         newest = RowIndex(keys, places)
         rest = list(self.indexes)
-        while len(rest) > 1 and 2 * len(newest) >= len(rest[0]):  # each is smaller than half of the next: few of them
+        # Each index stays smaller than half of the next: a lookup meets few, and few deltas cause a merge.
+        while len(rest) > 1 and 2 * len(newest) >= len(rest[0]):
             newest = merged(newest, rest.pop(0))
         return TableShare((newest, *rest), (*self.files, rows))
 
@@ -85,7 +203,7 @@ class TableShare:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What all servers' files hold at one moment; lookups of it see nothing newer.
+    """The rows in all servers' files at one moment; its lookups see nothing newer.
 
     Attributes:
         dims: the columns of each table.
@@ -98,10 +216,11 @@ class LocalState:
     positions: Mapping[int, Position] = field(default_factory=dict)
 
     def lookup(self, table: str, keys: Int64s) -> Found:
-        """Returns the rows of ``keys``, zeros where there is none, and which were found."""
+        """Returns the rows of ``keys``, zeros for missing rows, and the mask of those found."""
         out = np.zeros((len(keys), self.dims[table]), np.float32)
         found = np.zeros(len(keys), np.bool_)
         hashes = mix(keys)
+        # Every server's share is asked, whatever the routing: a folder may hold saves of any number of servers.
         left = np.arange(len(keys))
         for (name, _), share in self.shares.items():
             if name != table or not len(left):

@@ -34,10 +34,10 @@ class _Program:
 
 
 class Predictor:
-    """Computes what the exported model computes, with the newest rows of ``reader``.
+    """Runs an exported model with the newest rows of ``reader``.
 
-    A call may come from any thread. The rows of one lookup are of one state of the reader; those of several tables may
-    be of two states that follow each other. Programs run code: load them from folders that you trust.
+    A call may come from any thread. The rows of one lookup are of one state of the reader; the rows of several tables
+    may be of two states that follow each other. Programs run code: load them from folders that you trust.
 
     Args:
         folder: where :func:`fleet.ps.export` wrote.
@@ -147,6 +147,7 @@ class Predictor:
             if outer["format"] != 1 or zlib.crc32(body.encode()) != outer["crc32"]:
                 raise ValueError("a wrong checksum, or another format")
             inner: Mapping[str, Any] = json.loads(body)
+            # Fields that a later release has added to the same format are left out.
             names = {field.name for field in fields(RowsInput)}
             lookups = tuple(RowsInput(**{k: v for k, v in one.items() if k in names}) for one in inner["lookups"])
             files = [self._folder / Path(inner[part]).name for part in ("dense", "ids")]
@@ -157,8 +158,8 @@ class Predictor:
 
 
 def _loaded(path: Path) -> tuple[Callable[..., Any], str]:
-    """Returns a program, and what its inputs are."""
-    with open_plain(path):
+    """Returns a program, and the description of its inputs."""
+    with open_plain(path):  # refuses links; torch takes a path alone
         pass
     try:
         exported = torch.export.load(path)
@@ -171,12 +172,12 @@ def _loaded(path: Path) -> tuple[Callable[..., Any], str]:
 
 
 def _run(program: _Program, part: Callable[..., Any], inputs: tuple[Any, ...], *rows: Any) -> Any:
-    """Returns what a part of the program gives; raises ConfigError where it cannot take the inputs."""
+    """Returns the output of a part of the program; raises ConfigError where it cannot take the inputs."""
     try:
         return part(*rows, *inputs)
-    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as error:  # what torch raises is not ours
-        said = str(error).partition("\n")[0]
-        reason = "" if "tree spec" in said else f" {said:.200}"  # which says no more than this error
+    except (AssertionError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        line = str(error).partition("\n")[0]
+        reason = "" if "tree spec" in line else f" {line:.200}"  # of tree specs the user knows nothing
         raise ConfigError(
             f"fleet.ps.Predictor: the program cannot take these inputs: {_described(inputs)}. It was exported for "
             f"{program.takes} (another letter, another size) and takes tensors of such shapes and types.{reason}"

@@ -28,15 +28,18 @@ from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout,
 
 LIMIT_S = 10.0  # a lookup that nobody can answer for so long fails
 STALE_S = 3.0  # a standby that has heard nothing for longer is used only if there is no other
-_CONNECT_S, _ANSWER_S, _PAUSE_S = 1.0, 3.0, 0.05
+_CONNECT_S = 1.0
+_ANSWER_S = 3.0
+_PAUSE_S = 0.05
 _PATIENCE_S = 0.5  # for a greeting at first: the launcher keeps the port of a server that is gone
-_LOOK_S, _LOOK_AGAIN_S = 1.0, 10.0  # how often a standby is asked whether it is stale, and one that is
+_LOOK_S = 1.0  # how often a standby is asked whether it is stale
+_LOOK_AGAIN_S = 10.0  # the same of a standby that was stale when it was chosen
 _MOST_AUTH_FAILURES = 2  # one may be a server that was killed during the handshake
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """What a reader needs to reach servers: the job's secret, how to connect, the job (None: any), the form of rows."""
+    """A reader's way to servers: the job's secret, how to connect, the job (None: any), the form of rows."""
 
     secret: bytes
     transport: Transport
@@ -49,14 +52,14 @@ class _Unable(PSError):
 
 
 class ReadLine:
-    """Asks whichever process of one server number answers; goes over to another one when it is lost.
+    """Asks a process of one server number, and another process of that number when the first is lost.
 
     Threads take turns with ``lock``. :meth:`begin` and :meth:`finish` are one question, so that several lines can be
     asked at the same time.
 
     Args:
         access: the secret and the transport.
-        endpoint: of the process that is asked first; it names the others.
+        endpoint: of the first process; it names the others.
     """
 
     def __init__(self, access: ReadAccess, endpoint: str) -> None:
@@ -91,11 +94,11 @@ class ReadLine:
             self._connect()
 
     def note_seen(self, record: int) -> None:
-        """Notes that the user knows of this record: what is read from now on has it."""
+        """Notes that the user knows of this record: no later lookup may be without it."""
         self._record = max(self._record, record)
 
     def begin(self, op: Op, buffers: Sequence[Buffer] = (), n_tables: int = 0) -> None:
-        """Sends a question, if there is a connection; :meth:`finish` sees to it otherwise."""
+        """Sends a question, if there is a connection; otherwise :meth:`finish` connects and sends it."""
         self._sent = False
         with suppress(PSError):
             self._look_for_fresher()
@@ -147,7 +150,7 @@ class ReadLine:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Takes the first process that is up to date, else the one that heard from its server last."""
+        """Uses the first process that is up to date, else the process that heard from its server last."""
         reasons: list[str] = []
         best: tuple[Sealed, dict[str, Any], str] | None = None
         for endpoint in list(self._endpoints):
@@ -175,7 +178,9 @@ class ReadLine:
         self._use(*best)
 
     def _use(self, line: Sealed, facts: dict[str, Any], endpoint: str) -> None:
-        self._line, self.facts, self._auth_failures = line, facts, 0
+        self._line = line
+        self.facts = facts
+        self._auth_failures = 0
         self.others = [str(other) for other in facts["others"]]
         self._endpoints = list(dict.fromkeys([endpoint, *self._endpoints, *self.others]))
         self._epoch = max(self._epoch, int(facts["epoch"]))
@@ -188,11 +193,12 @@ class ReadLine:
         connection = access.transport.connect(endpoint, _CONNECT_S)
         try:
             line = self._prove(connection, endpoint)
+            # The highest epoch and record this reader has seen: a process with older rows sends it elsewhere.
             known = {"reader": True, "job": access.job, "wire": access.wire}
             body = control_body({**known, "epoch": self._epoch, "record": self._record})
             self._tag = self._tag % 0xFFFFFFFF + 1
             line.send(encode_header(Header(Op.HELLO, body_bytes=len(body), tag=self._tag)), [body], _ANSWER_S)
-            facts = decode_control(self._take(line, Op.HELLO, endpoint)[1])
+            facts = decode_control(self._read_answer(line, Op.HELLO, endpoint)[1])
             self._check_same(facts, endpoint)
         except BaseException:
             connection.close()
@@ -207,7 +213,7 @@ class ReadLine:
             raise
 
     def _check_same(self, facts: dict[str, Any], endpoint: str) -> None:
-        """Raises PSError where another job has come to the place of the one that was read."""
+        """Raises PSError where another job has come to this endpoint."""
         before = self.facts or facts
         same = all(facts[name] == before[name] for name in ("job", "index"))
         if not same or any(facts["tables"].get(key, table) != table for key, table in before["tables"].items()):
@@ -238,18 +244,18 @@ class ReadLine:
 
     def _receive(self, op: Op) -> tuple[Header, memoryview]:
         assert self._line is not None
-        header, body = self._take(self._line, op, self._endpoints[0])
+        header, body = self._read_answer(self._line, op, self._endpoints[0])
         if op is Op.PULL:
             self.note_seen(header.step)
         return header, body
 
-    def _take(self, line: Sealed, op: Op, endpoint: str) -> tuple[Header, memoryview]:
+    def _read_answer(self, line: Sealed, op: Op, endpoint: str) -> tuple[Header, memoryview]:
         header = decode_header(line.receive_header(_ANSWER_S, _ANSWER_S), MAX_BODY_BYTES)
-        if header.body_bytes > len(self._body):
+        if header.body_bytes > len(self._body):  # the memory is kept from answer to answer, and grows by a quarter more
             self._body = memoryview(bytearray(header.body_bytes + header.body_bytes // 4))
         body = self._body[: header.body_bytes]
         line.receive_body(body, _ANSWER_S)
-        if header.op is not op or header.tag != self._tag:  # of a question that Ctrl-C has interrupted, for example
+        if header.op is not op or header.tag != self._tag:  # the answer to a question that Ctrl-C has interrupted
             raise MessageError(f"{endpoint} answered {header.op.name} to {op.name}, or to another question.")
         if header.status is Status.OK:
             return header, body
@@ -264,7 +270,7 @@ class ReadLine:
         raise _Unable(text)
 
     def _hang_up(self) -> None:
-        """Closes the connection; the next one is tried with the process that was asked last at the end."""
+        """Closes the connection; the next attempt tries this process last."""
         if self._line is not None:
             self._line.close()
             self._line = None

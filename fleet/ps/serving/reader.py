@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
@@ -33,9 +34,9 @@ _REMOTE = ("redis://", "rediss://", "unix://")
 class Reader:
     """Looks up rows of the tables of a job, outside that job.
 
-    A folder is mapped into memory; every 20 bytes of memory hold where one row is. Redis and servers are asked at each
-    lookup. Lookups may come from any number of threads, while :meth:`follow` or :meth:`refresh` takes up what is new.
-    From a folder or Redis a lookup sees the rows of one state, with each delta whole or not at all.
+    A folder is mapped into memory; its index takes 20 bytes a row. Redis and servers are asked at each lookup. Lookups
+    may come from any number of threads while :meth:`follow` or :meth:`refresh` loads newer rows. From a folder or Redis
+    a lookup sees the rows of one state, with each delta whole or not at all.
 
     Servers are asked with the job's secret, as workers do (``FLEET_JOB_SECRET``, and ``FLEET_PS_CA`` with TLS). A
     lookup makes no row, counts as no use of one, and no step waits for it. A server that is lost is replaced by its
@@ -70,12 +71,14 @@ class Reader:
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
         self._stop: threading.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
         if isinstance(source, str) and source.startswith(SCHEME):
-            self._remote = _open_servers(source, job, wire)
+            endpoints = read_endpoints(source)
+            access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
+            self._remote = ServerRows(source, endpoints, access)
             return
         if check_wire(wire) != "float32":
             raise ConfigError(
@@ -102,7 +105,8 @@ class Reader:
     @property
     def tables(self) -> dict[str, int]:
         """The columns of each table, by its name."""
-        return dict(self._dims())
+        self._check_open()
+        return dict(self._remote.dims if self._remote is not None else self._files.state.dims)
 
     @property
     def position(self) -> dict[int, Position]:
@@ -114,7 +118,7 @@ class Reader:
         """Returns the rows of ``ids``; an id without a row gives zeros.
 
         Args:
-            table: the table's name; of an embedding without a name of its own, the name of the module in the model.
+            table: the table's name; of an embedding without a name, the name of the module in the model.
             ids: integers of any shape: a numpy array, a list, or a torch tensor.
             found: returns which ids have a row as well.
 
@@ -128,8 +132,9 @@ class Reader:
         """
         self._check_open()
         keys, shape = _keys_of(ids)
-        rows, mask = self._lookup(table, keys)
-        rows, mask = rows.reshape(*shape, rows.shape[1]), mask.reshape(shape)
+        flat_rows, flat_mask = self._lookup(table, keys)
+        rows = flat_rows.reshape(*shape, flat_rows.shape[1])
+        mask = flat_mask.reshape(shape)
         if _is_tensor(ids):
             import torch
 
@@ -148,10 +153,10 @@ class Reader:
         separate_slots: bool = False,
         padding_idx: int | None = None,
     ) -> Tensor:
-        """Returns what ``fleet.SparseEmbedding`` with these arguments gives for ``ids``, to the bit.
+        """Returns the output of ``fleet.SparseEmbedding`` with these arguments for ``ids``, to the bit.
 
-        Ids, offsets and the shape of the result are those of :class:`fleet.SparseEmbedding`, arrays do as well as
-        tensors; ids without a row count as zeros.
+        Ids, offsets and the shape of the result are as for :class:`fleet.SparseEmbedding`, and ids and offsets may be
+        arrays; ids without a row count as zeros.
 
         Raises:
             ConfigError: ids, offsets and the other arguments do not fit, or there is no such table.
@@ -168,16 +173,16 @@ class Reader:
             raise ConfigError(f"{origin}(num_slots={num_slots!r}) takes an integer from 1.")
         if padding_idx is not None and type(padding_idx) is not int:
             raise ConfigError(f"{origin}(padding_idx={padding_idx!r}) takes an id, or None.")
-        given = [_as_tensor(value) for value in (ids, offsets)]
-        bags = bags_of(given[0], given[1], combiner, num_slots, origin)
+        bags = bags_of(_as_tensor(ids), _as_tensor(offsets), combiner, num_slots, origin)
         keys = keys_of_slots(bags, num_slots) if separate_slots else bags.ids
         present = bags.without(padding_idx)
         rows = torch.from_numpy(self._lookup(table, keys if present is None else keys[present])[0])
-        found = combined(bags, present, rows, torch.arange(len(rows)), combiner)
-        return found.to(ids.device) if isinstance(ids, torch.Tensor) else found
+        # The sums are made by the code of training, which alone gives the same bits.
+        output = combined(bags, present, rows, torch.arange(len(rows)), combiner)
+        return output.to(ids.device) if isinstance(ids, torch.Tensor) else output
 
     def refresh(self) -> bool:
-        """Takes up what is new and returns whether there was anything; lookups meanwhile see the rows before it.
+        """Loads newer rows and returns whether there were any; until they are complete, lookups see the older ones.
 
         Raises:
             CheckpointError, PSError: the newest rows cannot be read; the rows from before stay.
@@ -189,25 +194,24 @@ class Reader:
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
 
-        What cannot be read is logged once and tried again; the rows from before stay. Redis and servers need no
-        following.
+        An error of reading is logged once and the next round tries again; the older rows stay. Redis and servers need
+        no following.
         """
-        self._check_open()
         number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
         if not number or not 0 < every_s < threading.TIMEOUT_MAX:
             raise ConfigError(f"reader.follow(every_s={every_s!r}) takes a number of seconds above 0.")
+        self._stop_following()
+        self._check_open()
         if self._remote is None:
-            self._stop_following()
             self._stop = threading.Event()
-            self._thread = threading.Thread(
-                target=self._follow, args=(float(every_s), self._stop), name="fleet-reader", daemon=True
-            )
+            self._thread = OwnThread(self._follow, float(every_s), self._stop, name="fleet-reader")
             self._thread.start()
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
+        # The thread first: it must not read from a source that is being released.
         self._stop_following()
         if self._remote is not None:
             self._remote.close()
@@ -220,10 +224,6 @@ class Reader:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _dims(self) -> Mapping[str, int]:
-        self._check_open()
-        return self._remote.dims if self._remote is not None else self._files.state.dims
-
     def _lookup(self, table: str, keys: Int64s) -> Found:
         if self._remote is not None:
             return self._remote.lookup(table, keys)
@@ -233,18 +233,21 @@ class Reader:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
+        if self._thread is not None:
+            self._thread.check()
 
     def _follow(self, every_s: float, stop: threading.Event) -> None:
-        told = ""
+        reported = ""
         while not stop.wait(every_s):
             try:
                 with self._refreshing:
                     self._files.refresh()
-                told = ""
-            except (FleetError, OSError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, error)
+                reported = ""
+            except Exception as error:  # whatever the files hold, the next ones may be whole
+                text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
+                if text != reported:
+                    reported = text
+                    logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, text)
 
     def _stop_following(self) -> None:
         if self._stop is not None and self._thread is not None:
@@ -252,12 +255,6 @@ class Reader:
             if self._thread is not threading.current_thread():
                 self._thread.join()
             self._stop = self._thread = None
-
-
-def _open_servers(source: str, job: str | None, wire: str) -> ServerRows:
-    endpoints = read_endpoints(source)
-    access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
-    return ServerRows(source, endpoints, access)
 
 
 def _open_folder(label: str, folder: Path) -> DeltaRows | SavedRows:
@@ -275,15 +272,12 @@ def _open_folder(label: str, folder: Path) -> DeltaRows | SavedRows:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Returns an array as a tensor, unsigned 64 bits as the same bits, in lists too; other values as they are."""
+    """Returns an array as a tensor, with unsigned 64 bits as the same bits, in lists too; other values unchanged."""
     if not isinstance(value, np.ndarray):
         return _signed(value)
     import torch
 
-    if value.dtype.kind not in "iu":
-        raise ConfigError(f"reader.lookup_bags: ids are {value.dtype}; they must be integers of at most 64 bits.")
-    keys = value.view(np.int64) if value.dtype == np.uint64 else value.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(keys))
+    return torch.from_numpy(_keys(value, "lookup_bags").copy())  # torch warns about read-only arrays
 
 
 def _is_tensor(ids: object) -> bool:
@@ -299,17 +293,20 @@ def _keys_of(ids: Any) -> tuple[Int64s, tuple[int, ...]]:
     except ValueError:
         raise ConfigError("reader.lookup: ids are lists of unequal lengths; use lookup_bags for bags of ids.") from None
     if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
-        # [] has no type of its own, and numpy makes floats of integers on both sides of 2**63
+        # [] has no type, and numpy makes floats of integers on both sides of 2**63
         array = np.asarray(_signed(ids)) if array.size else array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ConfigError(f"reader.lookup: ids are {array.dtype}; they must be integers of at most 64 bits.")
-    flat = array.reshape(-1)
-    keys = flat.view(np.int64) if flat.dtype == np.uint64 else flat.astype(np.int64, copy=False)
-    return np.ascontiguousarray(keys), array.shape
+    return _keys(array.reshape(-1), "lookup"), array.shape
+
+
+def _keys(ids: Any, call: str) -> Int64s:
+    """Returns integers as int64; the key of an id above 2**63 has the same 64 bits."""
+    if ids.dtype.kind not in "iu":
+        raise ConfigError(f"reader.{call}: ids are {ids.dtype}; they must be integers of at most 64 bits.")
+    return np.ascontiguousarray(ids.view(np.int64) if ids.dtype == np.uint64 else ids.astype(np.int64, copy=False))
 
 
 def _signed(ids: Any) -> Any:
-    """Returns lists of ids with those from 2**63 up as the negative ones of the same 64 bits."""
+    """Returns lists of ids with ids from 2**63 up as the negative numbers of the same 64 bits."""
     if isinstance(ids, list | tuple):
         return [_signed(one) for one in ids]
     is_large = isinstance(ids, int | np.integer) and 2**63 <= int(ids) < 2**64

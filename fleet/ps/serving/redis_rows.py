@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -12,23 +11,26 @@ import numpy as np
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
 from fleet.ps.publishing.redis_address import check_database, without_password
+from fleet.ps.publishing.redis_position import MAX_SERVERS, read_position
 from fleet.ps.serving.local_rows import Found, Position, check_servers, check_table
 from fleet.ps.table.layout import Int64s
+from fleet.ps.wire.messages import MAX_DIM
 
-_TIMEOUT_S, _RETRIES = 10.0, 5
+_TIMEOUT_S = 10.0
+_RETRIES = 5
 _POSITION = "position"  # of the key that holds the servers' positions; a sink refuses a table of this name
 _T = TypeVar("_T")
 
 
 class RedisRows:
-    """Rows of one job in Redis; nothing is kept here, so every lookup is of the newest ones.
+    """Rows of one job in Redis; nothing is cached, so every lookup gets the newest rows.
 
     A lookup reads the table's description and its rows in one transaction, and a publisher writes a delta in one: a
     batch sees all of a delta or nothing. A Redis that is away is tried again for about three seconds.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``, as ``redis.Redis.from_url`` takes it.
-        job: the job's name, ``None`` for the only one that publishes there.
+        job: the job's name, ``None`` where a single job publishes there.
     """
 
     def __init__(self, url: str, job: str | None) -> None:
@@ -67,24 +69,26 @@ class RedisRows:
         for key in self._hashes(pattern):
             name = key.decode().removeprefix(f"fleet:{self._job}:")
             dim = self._ask(partial(self._redis.hget, key, "dim")) or b""
-            if name != _POSITION and dim.isdigit():
-                dims[name] = int(dim)
+            if name != _POSITION and _dim_of(dim):
+                dims[name] = _dim_of(dim)
         return dims
 
     @property
     def positions(self) -> dict[int, Position]:
-        """What Redis holds of each server."""
-        return {server: _position_of(held) for server, held in self._held_positions().items()}
+        """The position of each server in Redis."""
+        names = ("history", "watermark", "step", "pushed_at")
+        return {server: Position(*(held[name] for name in names)) for server, held in self._held_positions().items()}
 
     def refresh(self) -> bool:
-        """Returns False: a lookup is of the newest rows in any case. Raises :class:`PSError` when Redis is away."""
+        """Returns False: a lookup gets the newest rows in any case. Raises :class:`PSError` when Redis is away."""
         self._ask(self._redis.ping)
         return False
 
     def lookup(self, table: str, keys: Int64s) -> Found:
-        """Returns the rows of ``keys``, zeros where there is none, and which were found."""
+        """Returns the rows of ``keys``, zeros for missing rows, and the mask of those found."""
         if not isinstance(table, str) or table == _POSITION:  # its key holds no table
             check_table(self._label, table, self.dims)
+        # Until every server has written once, ids of the others would read as zeros without a word.
         if not self._is_whole:
             self._check_servers()
         prefix = f"fleet:{self._job}:{table}"
@@ -116,17 +120,19 @@ class RedisRows:
         self._redis.close()
 
     def _held_positions(self) -> dict[int, dict[str, Any]]:
-        """Returns what Redis says of each server, with the entries of a position."""
+        """Returns the fields of each server's position in Redis."""
         texts = self._ask(lambda: self._redis.hgetall(f"fleet:{self._job}:position"))
-        try:
-            held = {int(server): json.loads(text) for server, text in texts.items()}
-            for one in held.values():
-                _position_of(one)
-                one["num_servers"] = int(one.get("num_servers", 1))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise PSError(
-                f"{self._label}: fleet:{self._job}:position is not what a publisher writes: {texts}."
-            ) from None
+        held = {}
+        for server, text in texts.items():
+            try:
+                if not server.isdigit() or int(server[:9]) >= MAX_SERVERS:
+                    raise ValueError
+                held[int(server)] = read_position(text)
+            except ValueError:
+                raise PSError(
+                    f"{self._label}: fleet:{self._job}:position is not what a publisher writes: {server!r:.20} is "
+                    f"{text!r:.200}."
+                ) from None
         return held
 
     def _check_servers(self) -> None:
@@ -149,12 +155,14 @@ class RedisRows:
         return self._ask(lambda: list(self._redis.scan_iter(match=pattern, count=10000, _type="hash")))
 
     def _described(self, table: str, meta: Mapping[bytes, bytes]) -> tuple[int, str]:
-        try:
-            dim, encoding = int(meta[b"dim"]), meta[b"values"].decode()
-        except (KeyError, ValueError):
-            dim, encoding = 0, ""
-        if dim < 1 or encoding not in ENCODINGS:
-            raise PSError(f"{self._label}: fleet:{self._job}:{table} describes no table: {dict(meta)}.")
+        dim = _dim_of(meta.get(b"dim", b""))
+        encoding = meta.get(b"values", b"").decode(errors="replace")
+        if not dim or encoding not in ENCODINGS:
+            raise PSError(
+                f"{self._label}: fleet:{self._job}:{table} describes no table: {dict(meta)!s:.200}. A table has 1 to "
+                f"{MAX_DIM} columns, as one of {', '.join(ENCODINGS)}. Something else than the publisher has written "
+                "there."
+            )
         return dim, encoding
 
     def _ask(self, request: Callable[[], _T]) -> _T:
@@ -170,8 +178,10 @@ class RedisRows:
             ) from None
 
 
-def _position_of(held: Mapping[str, Any]) -> Position:
-    return Position(held["history"], held["watermark"], held.get("step", 0), held.get("pushed_at", 0.0))
+def _dim_of(text: bytes) -> int:
+    """Returns the columns of a table, 0 for a text that is no possible number of columns."""
+    dim = int(text) if text.isdigit() and len(text) < 10 else 0
+    return dim if dim <= MAX_DIM else 0
 
 
 def _plain(name: str) -> str:

@@ -10,8 +10,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.manifest import Manifest, blocks_of, read_parts, table_folder
 from fleet.ps.files.row_file import values_offset
 from fleet.ps.files.text_format import text_parts
-from fleet.ps.serving.local_rows import LocalState, Position, TableShare
-from fleet.ps.serving.mapped_rows import MappedRows, map_file
+from fleet.ps.serving.local_rows import LocalState, MappedRows, Position, TableShare, map_file
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.table_spec import config_of_spec
 
@@ -39,7 +38,7 @@ class SavedRows:
         Raises:
             CheckpointError: a save that is damaged, unfinished, or has no rows to look up.
         """
-        found: dict[str, list[Manifest]] = {}
+        tables: dict[str, list[Manifest]] = {}
         for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
             if not any(True for _ in folder.glob("part-*")):
                 continue
@@ -47,13 +46,13 @@ class SavedRows:
                 raise CheckpointError(f"{folder}: a save as text, which is not looked up. Save with text=False.")
             parts = read_parts(folder)
             if parts[0].kind == "sparse":
-                found[str(parts[0].config.get("name"))] = parts
-        if not found:
+                tables[str(parts[0].config.get("name"))] = parts
+        if not tables:
             raise CheckpointError(f"{self._folder}: no sparse table here; the save holds dense tables only.")
-        if found == self._read:
+        if tables == self._read:
             return False
-        self.state = _state_of(self._folder, found)
-        self._read = found
+        self.state = _state_of(self._folder, tables)
+        self._read = tables
         return True
 
 
@@ -80,19 +79,21 @@ def _share_of(folder: Path, config: SparseTableConfig, part: Manifest) -> TableS
     layout = plan_layout(config)
     path = table_folder(folder, config.name)
     octets = map_file(path / part.data)
-    keys, offsets, copied = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty((0, config.dim), np.float32)]
+    # Each list begins with an empty array: a part may have no rows, and concatenate() refuses empty lists.
+    keys = [np.empty(0, np.int64)]
+    offsets = [np.empty(0, np.int64)]
+    copied = [np.empty((0, config.dim), np.float32)]
     for start, block in blocks_of(path, part, row_floats=layout.row_floats):
         keys.append(block.keys[block.admitted])
         if layout.num_counters and block.statistics is not None:
             counters = np.stack([block.statistics.shows, block.statistics.clicks], axis=1).astype(np.float32)
             copied.append(np.concatenate([counters, block.values[:, : layout.num_weights]], axis=1)[block.admitted])
         else:
+            # The rows stay in the file; only where each begins is kept.
             first = start + values_offset(len(block))
             offsets.append(first + 4 * layout.row_floats * np.flatnonzero(block.admitted))
     ids = np.concatenate(keys)
     if layout.num_counters:
-        rows = np.concatenate(copied)
-        return TableShare().extended(
-            ids, 4 * config.dim * np.arange(len(ids)), MappedRows(rows.view(np.uint8).reshape(-1), config.dim)
-        )
+        octets = np.concatenate(copied).view(np.uint8).reshape(-1)
+        offsets = [4 * config.dim * np.arange(len(ids))]
     return TableShare().extended(ids, np.concatenate(offsets), MappedRows(octets, config.dim))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fleet._addresses import join_endpoint, split_endpoint, split_list
+from fleet.common.addresses import join_endpoint, split_endpoint, split_list
 from fleet.errors import ConfigError, PSError
 from fleet.ps.serving.local_rows import Found, Position, check_table
 from fleet.ps.serving.read_line import LIMIT_S, ReadAccess, ReadLine
@@ -53,11 +53,11 @@ def read_endpoints(source: str) -> list[str]:
 
 
 class ServerRows:
-    """Rows of one job on its servers and standbys; nothing is kept here, so every lookup is of the rows there now.
+    """Rows of one job on its servers and standbys; nothing is cached, so every lookup gets the rows there now.
 
     Args:
         source: ``ps://`` and the endpoints, for messages.
-        endpoints: one of every server number, or more of a pair.
+        endpoints: at least one of every server number.
         access: the job's secret, and how to connect.
     """
 
@@ -79,7 +79,7 @@ class ServerRows:
 
     @property
     def positions(self) -> dict[int, Position]:
-        """How far the rows of each server are, as the process that is read says."""
+        """How far the rows of each server are, by the process that answers for it."""
         facts = self._ask()
         now = time.time()
         return {
@@ -88,17 +88,20 @@ class ServerRows:
         }
 
     def refresh(self) -> bool:
-        """Returns False: a lookup is of the newest rows in any case. Raises PSError when a server is away."""
+        """Returns False: a lookup gets the newest rows in any case. Raises PSError when a server is away."""
         self._ask()
         return False
 
     def lookup(self, table: str, keys: Int64s) -> Found:
-        """Returns the rows of ``keys``, zeros where there is none, and which were found."""
+        """Returns the rows of ``keys``, zeros for missing rows, and the mask of those found."""
         if not isinstance(table, str) or table not in self._tables:
             check_table(self._label, table, self.dims)
         chosen = self._tables[table]
+        # Each id once, because requests repeat popular ones, and sorted, as _fetch needs them.
         distinct, places = np.unique(keys, return_inverse=True)
-        rows, found = np.zeros((len(distinct), chosen.dim), np.float32), np.zeros(len(distinct), np.bool_)
+        rows = np.zeros((len(distinct), chosen.dim), np.float32)
+        found = np.zeros(len(distinct), np.bool_)
+        # In pieces: servers refuse bodies beyond a limit, and hold an answer in memory as a whole.
         piece = max(1, _PIECE_BYTES // (16 + 4 * chosen.dim))
         for start in range(0, len(distinct), piece):
             part = slice(start, start + piece)
@@ -156,7 +159,7 @@ class ServerRows:
                 )
 
     def _learn(self, facts: list[dict[str, Any]]) -> None:
-        """Takes over the tables that all servers have; raises ConfigError where the list of servers is not complete."""
+        """Learns the tables that all servers have; raises ConfigError where the list of servers is not complete."""
         tables: dict[str, _Table] = {}
         for number, table in facts[0]["tables"].items():
             if all(number in one["tables"] for one in facts):
@@ -171,7 +174,7 @@ class ServerRows:
         self._tables = tables
 
     def _ask(self) -> list[dict[str, Any]]:
-        """Returns what each server says of itself."""
+        """Returns the facts of each server, asked now."""
         answers: list[dict[str, Any]] = []
 
         def take(line: ReadLine, header: Header, body: memoryview) -> None:
@@ -182,7 +185,7 @@ class ServerRows:
         return answers
 
     def _fetch(self, table: _Table, keys: Int64s, rows: Any, found: Any) -> None:
-        """Writes the rows of ``keys``, which are sorted, and which were found."""
+        """Writes the rows of ``keys``, which are sorted, and the mask of those found."""
         servers = servers_of_keys(keys, table.num_servers, table.routing)
         shares = {index: np.flatnonzero(servers == index) for index in range(table.num_servers)}
         parts = {
@@ -196,18 +199,17 @@ class ServerRows:
             answered = wide_parts(decode_parts(body, header.n_tables, half))
             if len(answered) != 1 or answered[0].ids is None or answered[0].dim != table.dim:
                 raise MessageError(f"{line.name}: the answer is not for the table that was asked for.")
+            # Ids without a row are absent from the answer; the others may come in any order.
             places = np.searchsorted(keys, answered[0].ids)
             if not np.array_equal(keys[np.minimum(places, len(keys) - 1)], answered[0].ids):
                 raise MessageError(f"{line.name}: the answer has ids that were not asked for.")
-            rows[places], found[places] = answered[0].rows, True
+            rows[places] = answered[0].rows
+            found[places] = True
 
         self._question(Op.PULL, parts, take)
 
     def _question(
-        self,
-        op: Op,
-        parts: Mapping[int, list[TablePart]],
-        take: Callable[[ReadLine, Header, memoryview], None],
+        self, op: Op, parts: Mapping[int, list[TablePart]], take: Callable[[ReadLine, Header, memoryview], None]
     ) -> None:
         """Asks several servers at the same time."""
         asked = [(self._lines[index], encode_parts(own), len(own)) for index, own in sorted(parts.items())]

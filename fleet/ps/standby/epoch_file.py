@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fleet.common.plain_files import replace_file
 from fleet.errors import CheckpointError
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.files.row_file import open_plain
@@ -20,8 +20,8 @@ class EpochFile:
 
     Args:
         folder: the server's.
-        epoch: 0 in a folder without one.
-        leads: whether the server was the one that workers used.
+        epoch: 0 in a folder without an epoch.
+        leads: whether workers used this server.
     """
 
     folder: Path
@@ -30,7 +30,7 @@ class EpochFile:
 
     @classmethod
     def read(cls, folder: Path) -> EpochFile:
-        """Returns what ``folder`` holds; raises CheckpointError when it is damaged."""
+        """Returns the epoch in ``folder``; raises CheckpointError when its file is damaged."""
         path = folder / _NAME
         if not path.exists():
             return cls(folder)
@@ -38,18 +38,13 @@ class EpochFile:
             with open_plain(path) as file:
                 fields = json.loads(file.read())
             return cls(folder, int(fields["epoch"]), bool(fields["leads"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{path}: damaged ({error}). Restore the whole folder, or empty it.") from None
 
     def write(self, epoch: int, *, leads: bool) -> None:
         """Notes both; they survive the machine when this returns."""
         own_folder(self.folder)
-        draft = self.folder / f".{_NAME}.tmp"
-        draft.unlink(missing_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            json.dump({"epoch": epoch, "leads": leads}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(self.folder / _NAME)
-        self.epoch, self.leads = epoch, leads
+        # On the disk before memory: a server that dies between the two must not have acted on the new epoch.
+        replace_file(self.folder / _NAME, json.dumps({"epoch": epoch, "leads": leads}), 0o600)
+        self.epoch = epoch
+        self.leads = leads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import threading
 import time
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fleet.common.own_thread import OwnThread
+from fleet.common.plain_files import open_own
 from fleet.errors import ConfigError, FleetError, PSError
 from fleet.ps.files.own_folder import own_folder
 from fleet.ps.server.journal import read_records
@@ -25,7 +27,7 @@ from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
 QUIET_S = 0.1  # a line must be broken for this long before the standby takes over
-ASK_S = 1.0  # how long a worker's question waits for those of the others
+ASK_S = 1.0  # how long a worker's question waits for the questions of the others
 _RETRY_S = 0.2
 
 
@@ -51,9 +53,12 @@ class Follower:
         patience_s: float | None = None,
     ) -> None:
         assert config.folder is not None
-        self._config, self._transport, self._epoch = config, transport, epoch
+        self._config = config
+        self._transport = transport
+        self._epoch = epoch
         self._folder = config.folder
-        self._make_state, self._notify = make_state, notify
+        self._make_state = make_state
+        self._notify = notify
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._votes: dict[object, tuple[int, int]] = {}  # rank of a worker and the epoch that it knows, while it asks
@@ -62,23 +67,31 @@ class Follower:
         self._received = 0
         self._heard = time.monotonic()  # when everything that the server had sent was here
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._thread: OwnThread | None = None
         self.state: ServerState | None = None
         self.joined = self.promoted = self.ended = False
 
     def start(self) -> None:
-        """Drops what the folder holds and begins to follow; the server gives it all anew."""
-        drop_snapshots(self._folder)
-        shutil.rmtree(self._folder / "journal", ignore_errors=True)
+        """Drops the rows in the folder and begins to follow; the server sends all of them anew."""
+        drop_rows(self._folder)
         self._epoch.write(max(self._epoch.epoch, 1), leads=False)  # from here on it knows itself as a standby
-        self._thread = threading.Thread(target=self._run, name="standby", daemon=True)
+        self._thread = OwnThread(self._run, name="standby", say=self._say, then=self._wake)
         self._thread.start()
 
     def wait(self) -> bool:
         """Waits until the standby is promoted (True) or the job is over (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: self.promoted or self.ended or self._closing)
+            self._changed.wait_for(lambda: self.promoted or self.ended or self._closing or self._has_failed())
+        if self._thread is not None:
+            self._thread.check()
         return self.promoted
+
+    def _has_failed(self) -> bool:
+        return self._thread is not None and self._thread.failure is not None
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def forget_job(self) -> None:
         """Ends this standby, unless it serves: the job is over."""
@@ -102,14 +115,14 @@ class Follower:
     # -- following -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = ""
+        reported = ""
         while not self._is_over():
             try:
                 self._follow()
             except (FleetError, OSError) as error:
                 reason = f"{error}"
-                if reason != said and not self._is_over():
-                    said = reason
+                if reason != reported and not self._is_over():
+                    reported = reason
                     self._say(f"no line to {self._config.peer}: {reason}")
             self._break()
             with self._changed:
@@ -118,12 +131,16 @@ class Follower:
     def _is_over(self) -> bool:
         return self.promoted or self.ended or self._closing
 
+    def _hang_up(self) -> None:
+        """Closes the line, if there is one; the lock is held."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+            self._broken_since = time.monotonic()
+
     def _break(self) -> None:
         with self._changed:
-            if self._line is not None:
-                self._line.close()
-                self._line = None
-                self._broken_since = time.monotonic()
+            self._hang_up()
             state = self.state
             if self.joined and state is not None and state.job.ended():
                 self.ended = True  # every worker said goodbye before the server left
@@ -134,9 +151,9 @@ class Follower:
             self._changed.notify_all()
 
     def _follow(self) -> None:
-        line = connect(self._config, self._transport)
+        line = _connect(self._config, self._transport)
         try:
-            line.send(*_message(follow_fields(self._config, probe=False)), LINE_S)
+            line.send(*_message(self._config, probe=False), LINE_S)
             standing = decode_control(self._receive(line)[1])
             if standing.get("deposed") or not standing.get("leads") or standing["epoch"] < self._epoch.epoch:
                 raise PSError("it does not serve workers.")
@@ -146,13 +163,13 @@ class Follower:
                 self._line = line
                 if standing["epoch"] > self._epoch.epoch:
                     self.joined = False  # the server has gone on without this standby
-            beats = threading.Thread(target=self._confirm, args=(line,), name="standby beats", daemon=True)
-            beats.start()
+            OwnThread(self._confirm, line, name="standby beats", say=self._say, then=line.close).start()
             self._receive_all(line, standing["epoch"])
         finally:
             line.close()
 
     def _receive(self, line: Sealed) -> tuple[Header, memoryview]:
+        # LINE_S without a byte is a broken line: the server beats when it has nothing to send.
         header = decode_header(line.receive_header(10 * LINE_S, LINE_S), self._config.max_body_bytes)
         body = memoryview(bytearray(header.body_bytes))
         line.receive_body(body, 10 * LINE_S)
@@ -175,6 +192,7 @@ class Follower:
             elif header.step == Carried.RECORDS and state is not None:
                 self._replay(state, body)
             elif header.step == Carried.JOINED:
+                # The server's epoch counts only from here: before, a promotion from it would lack promised records.
                 self._epoch.write(epoch, leads=False)
                 with self._changed:
                     self.joined = True
@@ -184,7 +202,7 @@ class Follower:
                 with self._changed:
                     self.ended = True
                     self._changed.notify_all()
-            if state is not None:  # before the snapshot is here, the rows are those of an earlier line
+            if state is not None:  # before the snapshot is here, the rows are from an earlier line
                 self._heard = time.monotonic()
 
     def _take_snapshot(self, draft: Path, name: str) -> ServerState:
@@ -192,11 +210,12 @@ class Follower:
         if not name.startswith("snapshot-") or Path(name).name != name:
             raise MessageError(f"a snapshot of the name {name!r}.")
         with self._changed:  # from here on there is no state to be promoted with
-            before, self.state, self.joined = self.state, None, False
+            before = self.state
+            self.state = None
+            self.joined = False
         if before is not None:
             before.journal.close()
-        drop_snapshots(self._folder)
-        shutil.rmtree(self._folder / "journal", ignore_errors=True)
+        drop_rows(self._folder)
         draft.rename(self._folder / name)
         state = self._make_state()
         lsn, _, self._stamps = read_snapshot(self._folder / name, state)
@@ -204,12 +223,14 @@ class Follower:
         state.journal.open()
         self._known = max([lsn, *(stamp.latest for stamp in self._stamps.values())])
         with self._changed:
-            self.state, self._received = state, lsn
+            self.state = state
+            self._received = lsn
             self._changed.notify_all()
         self._say(f"follows {self._config.peer} from record {lsn} on, {len(state.tables)} tables")
         return state
 
     def _replay(self, state: ServerState, data: memoryview) -> None:
+        # Into the journal before the tables, as on the server: a restart then has every record that was confirmed.
         for record in read_records(data, state.journal.last_lsn + 1):
             with state.journal.lock:
                 state.journal.append(record)
@@ -221,25 +242,28 @@ class Follower:
             write_snapshot(state, self._folder)
 
     def _confirm(self, line: Sealed) -> None:
-        """Tells the server what is here, whenever it changes and now and then."""
-        told = 0
+        """Confirms the last record that is here, whenever it changes and every BEAT_S."""
+        confirmed = 0
         try:
-            while (reached := self._next_confirmed(line, told)) is not None:
-                told = reached
-                send_piece(line, Carried.BEAT, seq=told)
+            while (reached := self._next_confirmed(line, confirmed)) is not None:
+                confirmed = reached
+                send_piece(line, Carried.BEAT, seq=confirmed)
         except PSError:
             line.close()
 
-    def _next_confirmed(self, line: Sealed, told: int) -> int | None:
-        """Returns what is here once it is more than ``told``, or after a moment; None when the line has ended."""
+    def _next_confirmed(self, line: Sealed, confirmed: int) -> int | None:
+        """Returns the last record here once it is above ``confirmed``, or after BEAT_S; None when the line has ended.
+
+        Without a state that is 0: the server must not take the records of an earlier line for its snapshot's.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._received > told or self._line is not line, BEAT_S)
+            self._changed.wait_for(lambda: self._received > confirmed or self._line is not line, BEAT_S)
             if self._line is not line:
                 return None
             return self._received if self.state is not None else 0
 
     def readable(self) -> Readable | str:
-        """Returns what readers can be shown, or why nothing."""
+        """Returns the state for readers, or the reason why there is no state to read."""
         with self._changed:
             if self.state is None:
                 return "it has not got the rows from its server yet"
@@ -251,6 +275,7 @@ class Follower:
     def ask(self, rank: int, known: int) -> dict[str, Any] | None:
         """Returns why this standby does not serve the worker ``rank``; None once it is promoted."""
         with self._changed:
+            # By question and not by rank: a worker may have several at a time, and each leaves on its own.
             question = object()
             self._votes[question] = (rank, known)
             self._changed.notify_all()
@@ -285,7 +310,9 @@ class Follower:
     def _obstacle(self) -> str:
         if self.promoted:
             return ""
-        epoch, known = self._epoch.epoch, {known for _, known in self._votes.values()}
+        epoch = self._epoch.epoch
+        known = {known for _, known in self._votes.values()}
+        # The conditions of [Note: Which of two servers].
         if self._line is not None:
             return f"the server at {self._config.peer} still feeds it"
         if max(known, default=0) > epoch:
@@ -304,12 +331,10 @@ class Follower:
         return ""
 
     def standing(self, *, stay: bool = False) -> dict[str, Any]:
-        """Returns what this standby tells about itself; with ``stay`` it obeys nothing more that the line brings."""
+        """Returns the standing of this standby; with ``stay`` it drops the line, so no later order on it counts."""
         with self._changed:
-            if stay and not self.promoted and self._line is not None:
-                self._line.close()
-                self._line = None
-                self._broken_since = time.monotonic()
+            if stay and not self.promoted:
+                self._hang_up()
             standing = {"epoch": self._epoch.epoch, "leads": self.promoted, "joined": self.joined, "deposed": False}
         return {**standing, "stays": stay and not self.promoted}
 
@@ -320,26 +345,28 @@ class Follower:
 def _write_piece(draft: Path, body: memoryview) -> None:
     size = int.from_bytes(body[:2], "big")
     name = bytes(body[2 : 2 + size]).decode()
+    # The name comes from the line: it must stay in the draft and be a file of a snapshot.
     if Path(name).name != name or not name.endswith((".bin", ".rows")) or name.startswith("."):
         raise MessageError(f"a file of a snapshot of the name {name!r}.")
     own_folder(draft)
-    with (draft / name).open("ab") as file:
+    with open(open_own(draft / name, os.O_WRONLY | os.O_APPEND, 0o600), "ab") as file:
         file.write(body[2 + size :])
 
 
-def follow_fields(config: ServerConfig, *, probe: bool, stay: bool = False) -> dict[str, Any]:
-    """Returns what a FOLLOW says about its sender."""
+def drop_rows(folder: Path) -> None:
+    """Removes snapshots and journal from a server's folder: another process has newer rows."""
+    drop_snapshots(folder)
+    shutil.rmtree(folder / "journal", ignore_errors=True)
+
+
+def _message(config: ServerConfig, **asked: bool) -> tuple[bytes, list[bytes]]:
+    """Returns a FOLLOW, which asks for the stream or, with ``probe``, for the standing of the other server alone."""
     own = {"index": config.index, "num_workers": config.num_workers, "job": config.job, "at": config.endpoint}
-    return {**own, "probe": probe, "stay": stay}
-
-
-def _message(fields: dict[str, Any]) -> tuple[bytes, list[bytes]]:
-    """Returns the message that asks for the stream, or only for the standing of the other server."""
-    body = control_body(fields)
+    body = control_body({**own, **asked})
     return encode_header(Header(Op.FOLLOW, body_bytes=len(body))), [body]
 
 
-def connect(config: ServerConfig, transport: Transport) -> Sealed:
+def _connect(config: ServerConfig, transport: Transport) -> Sealed:
     """Returns a proven connection to the other server of the pair."""
     connection = transport.connect(config.peer, 1.0)
     try:
@@ -349,37 +376,34 @@ def connect(config: ServerConfig, transport: Transport) -> Sealed:
         raise
 
 
-def ask_standing(config: ServerConfig, transport: Transport, *, stay: bool = False) -> dict[str, Any] | None:
-    """Returns what the other server of the pair tells about itself; None when it is away.
+def ask_standing(
+    config: ServerConfig, transport: Transport, *, stay: bool = False, over: bool = False
+) -> dict[str, Any] | None:
+    """Returns the standing of the other server of the pair; None when it is away.
 
-    With ``stay`` a standby no longer obeys what it was told on its line.
-
-    Raises:
-        ConfigError: it belongs to another job.
-    """
-    return tell(config, transport, follow_fields(config, probe=True, stay=stay))
-
-
-def tell(config: ServerConfig, transport: Transport, fields: dict[str, Any]) -> dict[str, Any] | None:
-    """Sends one FOLLOW to the other server and returns its answer; None when it is away.
+    Args:
+        config: of this server, with the other one as ``peer``.
+        transport: how the connection is made.
+        stay: a standby obeys no order that is still on its line.
+        over: tells the other server that the job is over.
 
     Raises:
         ConfigError: it belongs to another job.
     """
     try:
-        line = connect(config, transport)
+        line = _connect(config, transport)
     except PSError:
         return None
     try:
-        line.send(*_message(fields), LINE_S)
+        line.send(*_message(config, probe=True, stay=stay, over=over), LINE_S)
         header = decode_header(line.receive_header(LINE_S, LINE_S))
         body = memoryview(bytearray(header.body_bytes))
         line.receive_body(body, LINE_S)
-        answer = json.loads(bytes(body))
-    except (PSError, ValueError):
+        answer = decode_control(body)
+    except PSError:
         return None
     finally:
         line.close()
     if header.step == Carried.REFUSED:
         raise ConfigError(f"parameter server {config.index}: {config.peer}: {answer.get('error')}")
-    return dict(answer)
+    return answer or None

@@ -1,4 +1,4 @@
-"""MovableShard: what a server adds whose rows another server process can take over while training goes on.
+"""MovableShard: the part of a server whose rows another server process can take over while training goes on.
 
 [Note: How a shard moves]
 Where a job has more shards than server processes, each process listens on one endpoint per shard, and exactly one
@@ -7,7 +7,7 @@ process serves it; at the others the shard rests. All processes and workers know
 
     told to follow       the process that is to serve takes a snapshot and the records after it, as a standby does
     told to switch       the process that serves hands over; its journal has taken its last record
-    stepped back         it drops what it has; the shard rests there
+    stepped back         it drops its rows; the shard rests there
 
 Nobody votes here: a process that follows takes over when it is told to and at no other time. If it is lost before, the
 process that serves goes on; if that one is lost, it is started again and has its journal. The epoch keeps workers from
@@ -16,7 +16,6 @@ using a process that has served before.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,13 +25,12 @@ from typing import Any
 from fleet.errors import FleetError, PSError
 from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.server.snapshot import drop_snapshots
-from fleet.ps.standby.carried import Carried, send_piece
+from fleet.ps.standby.carried import send_fields, send_refusal
 from fleet.ps.standby.epoch_file import EpochFile
-from fleet.ps.standby.follower import ask_standing, follow_fields, tell
+from fleet.ps.standby.follower import ask_standing, drop_rows
 from fleet.ps.standby.leader import Leader
 from fleet.ps.standby.pair import Pair, Turn
-from fleet.ps.wire.messages import Header, control_body, decode_control
+from fleet.ps.wire.messages import Header, decode_control
 from fleet.ps.wire.sealed import Sealed
 
 _PATIENCE_S = 5.0  # a process that served before waits this long for the others' word on who serves
@@ -53,8 +51,12 @@ class MovableShard(Pair):
         config = self._config
         self._others = [one[config.index] for one in config.places if one[config.index] != config.endpoint]
         self._take_over: Callable[[ServerState], None] | None = None
-        self._lost = ""  # what workers are told who have used rows that nobody has any longer
+        self._lost = ""  # the refusal of workers that have used rows which no process has now
         self._seen = False  # somebody has served the shard since this process started
+
+    def _standings(self) -> list[dict[str, Any] | None]:
+        """Returns the standing of every other process that can serve the shard; None for those that are away."""
+        return [ask_standing(replace(self._config, peer=other), self._transport) for other in self._others]
 
     # -- the start, and the end ----------------------------------------------------------------------------------
 
@@ -67,9 +69,9 @@ class MovableShard(Pair):
         serves = not config.standby if is_first else epoch.leads
         began = time.monotonic()
         while serves and not self._stopping.is_set():
-            standings = [ask_standing(replace(config, peer=other), self._transport) for other in self._others]
-            found = [one for one in standings if one is not None and one["leads"] and not one["deposed"]]
-            if any(one["epoch"] >= epoch.epoch for one in found):
+            standings = self._standings()
+            leading = [one for one in standings if one is not None and one["leads"] and not one["deposed"]]
+            if any(one["epoch"] >= epoch.epoch for one in leading):
                 self._say("another server process serves this shard; it rests here")
                 serves = False
             if is_first or None not in standings or time.monotonic() - began > _PATIENCE_S:
@@ -90,9 +92,9 @@ class MovableShard(Pair):
         """Waits until this process serves the shard; returns False when the job is over before."""
         absent_since = time.monotonic()
         while not self._serves.wait(_LOOK_S):
-            standings = [ask_standing(replace(self._config, peer=other), self._transport) for other in self._others]
-            if any(one is not None and one["leads"] for one in standings):
-                self._seen, absent_since = True, time.monotonic()
+            if any(one is not None and one["leads"] for one in self._standings()):
+                self._seen = True
+                absent_since = time.monotonic()
             elif self._seen and time.monotonic() - absent_since > _ABANDONED_S:
                 self._say(f"nobody has served this shard for {_ABANDONED_S:.0f} s: the job is over")
                 break
@@ -111,24 +113,22 @@ class MovableShard(Pair):
 
     def _drop(self) -> None:
         """Drops the rows: another process has newer ones."""
-        folder = self._config.folder
-        assert folder is not None
+        assert self._config.folder is not None
+        # The epoch first: a process that dies between the two must not come back to serve a shard without rows.
         self._epoch.write(max(self._epoch.epoch, 1), leads=False)
-        drop_snapshots(folder)
-        shutil.rmtree(folder / "journal", ignore_errors=True)
+        drop_rows(self._config.folder)
 
     def end(self) -> None:
         """Tells every other process that the job is over."""
         super().end()
         for other in self._others:
-            target = replace(self._config, peer=other)
             with suppress(FleetError):
-                tell(target, self._transport, {**follow_fields(target, probe=True), "over": True})
+                ask_standing(replace(self._config, peer=other), self._transport, over=True)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def greet(self, header: Header, body: memoryview) -> dict[str, Any] | None:
-        """Returns what a worker is told instead of a welcome; None: this process serves it."""
+        """Returns the answer to a worker instead of a welcome; None: this process serves it."""
         if self.leader is None and self._lost:
             raise Refused(self._lost)
         if self.leader is None:
@@ -136,10 +136,8 @@ class MovableShard(Pair):
         return super().greet(header, body)
 
     def _refuse_if_lost(self, leader: Leader, known: int) -> None:
-        standings = [ask_standing(replace(self._config, peer=other), self._transport) for other in self._others]
-        found = [one for one in standings if one is not None]
-        if len(found) < len(standings) or any(one["leads"] or one["epoch"] >= known for one in found):
-            return
+        if any(one is None or one["leads"] or one["epoch"] >= known for one in self._standings()):
+            return  # a process that is away may still have the rows
         self._lost = (
             f"workers have used rows of epoch {known}; no server process has newer ones than epoch {leader.epoch}, so "
             "those rows were lost with the folder of the process that served last. Restart the job from its last saved "
@@ -152,14 +150,14 @@ class MovableShard(Pair):
         """Serves another process, or the command that moves shards."""
         asked = decode_control(body)
         if "where" in asked:
-            self._reply(line, self._whereabouts())
+            send_fields(line, self._whereabouts())
         elif "follow" in asked or "rest" in asked:
             try:
                 self._obey(asked)
             except Refused as error:
-                send_piece(line, Carried.REFUSED, [control_body({"error": str(error)})])
+                send_refusal(line, error)
             else:
-                self._reply(line, self._whereabouts())
+                send_fields(line, self._whereabouts())
         elif "switch" in asked:
             super().serve(line, body)
         elif not self._is_stranger(line, asked):
@@ -167,24 +165,27 @@ class MovableShard(Pair):
 
     def _serve_process(self, line: Sealed, asked: dict[str, Any], body: memoryview) -> None:
         if asked.get("over"):
-            self._reply(line, self._standing())
+            send_fields(line, self._standing())
             if self.leader is None:
                 self._rest()
                 self._serves.set()
         elif self.leader is None and self.follower is None:
-            self._reply(line, self._standing())
+            send_fields(line, self._standing())
         else:
             if self.leader is not None and not asked.get("probe"):
                 if asked.get("at") not in self._others:
-                    text = f"{asked.get('at')!r} is not in FLEET_PS_SHARD_ENDPOINTS of this server process."
-                    send_piece(line, Carried.REFUSED, [control_body({"error": text})])
+                    send_refusal(
+                        line, f"{asked.get('at')!r} is not in FLEET_PS_SHARD_ENDPOINTS of this server process."
+                    )
                     return
+                # The process that follows is the peer as long as the move takes: it alone may take over.
                 self._config = replace(self._config, peer=str(asked["at"]))
             super().serve(line, body)
 
     def _obey(self, asked: dict[str, Any]) -> None:
         """Begins to follow, or stops; raises Refused where this process serves the shard."""
-        config, source = self._config, asked.get("follow")
+        config = self._config
+        source = asked.get("follow")
         promoted = self.follower is not None and self.follower.promoted
         if promoted or self.leader is not None or self._take_over is None:
             raise Refused(f"{config.endpoint} serves shard {config.index}, or has just served it.")
@@ -199,7 +200,8 @@ class MovableShard(Pair):
             self._begin(self._take_over, None)
 
     def _rest(self) -> None:
-        follower, self.follower = self.follower, None
+        follower = self.follower
+        self.follower = None
         if follower is not None:
             follower.close()
             self._drop()
@@ -208,8 +210,10 @@ class MovableShard(Pair):
         return {"epoch": self._epoch.epoch, "leads": False, "joined": False, "deposed": False, "stays": True}
 
     def _whereabouts(self) -> dict[str, Any]:
-        """Returns what the command that moves shards needs to know."""
-        leader, follower, config = self.leader, self.follower, self._config
+        """Returns the whereabouts of the shard, for the command that moves shards."""
+        leader = self.leader
+        follower = self.follower
+        config = self._config
         return {
             "index": config.index,
             "job": config.job,
@@ -220,13 +224,10 @@ class MovableShard(Pair):
             "joined": follower is not None and leader is None and follower.joined,
         }
 
-    def _reply(self, line: Sealed, fields: dict[str, Any]) -> None:
-        send_piece(line, Carried.STANDING, [control_body(fields)])
-
     # -- while it serves -----------------------------------------------------------------------------------------
 
     def lead(self, state: ServerState, *, has_standby: bool) -> None:
-        """Takes the workers' requests from now on; there is no standby."""
+        """Serves the workers from now on, without a standby."""
         super().lead(state, has_standby=False)
 
     def watch(self) -> Turn:

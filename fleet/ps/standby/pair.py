@@ -1,4 +1,4 @@
-"""Pair: what a server with a standby, or a standby, adds to a server that has none."""
+"""Pair: the part of a server that has a standby, or is one: who serves, and the change between the two."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import FleetError, PSError
 from fleet.ps.server.job_state import Refused
 from fleet.ps.server.reader_requests import Readable
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import ServerState
 from fleet.ps.server.snapshot import has_snapshot
-from fleet.ps.standby.carried import Carried, send_piece
+from fleet.ps.standby.carried import send_fields, send_refusal
 from fleet.ps.standby.epoch_file import EpochFile
-from fleet.ps.standby.follower import Follower, ask_standing, follow_fields, tell
+from fleet.ps.standby.follower import Follower, ask_standing
 from fleet.ps.standby.leader import Leader
-from fleet.ps.wire.messages import Header, Op, control_body, decode_control
+from fleet.ps.wire.messages import Header, Op, decode_control
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Transport
 
-# What waits for no standby.
+# Requests whose answers wait for no standby: reads, and changes that the worker keeps until they are promised.
 _FREE = (Op.PULL, Op.PUSH, Op.ADD, Op.SET_DENSE, Op.GEO_PULL, Op.WATCH, Op.PING, Op.STAT, Op.HELLO)
 _PATIENCE_S = 5.0  # a server that has its rows waits this long for its standby's word on who leads
 _POLL_S = 0.2
@@ -31,7 +32,7 @@ _REJOIN_S = 20.0  # a standby that was started again and finds nobody for this l
 
 
 class Turn(Enum):
-    """What a server that leads, or led, finds when it looks after its standby."""
+    """The turn of a server that leads or led, after a look at its standby."""
 
     LEADS = 1
     REPLACED = 2  # the other one leads
@@ -61,8 +62,11 @@ class Pair:
         notify: Callable[[str], None],
     ) -> None:
         assert config.folder is not None
-        self._config, self._transport, self._make_state = config, transport, make_state
-        self._hang_up, self._notify = hang_up, notify
+        self._config = config
+        self._transport = transport
+        self._make_state = make_state
+        self._hang_up = hang_up
+        self._notify = notify
         self._epoch = EpochFile(config.folder)
         self._stopping = threading.Event()
         self._serves = threading.Event()
@@ -71,6 +75,7 @@ class Pair:
         self._peer_leads = False
         self.leader: Leader | None = None
         self.follower: Follower | None = None
+        self._turn: OwnThread | None = None
 
     # -- the start -----------------------------------------------------------------------------------------------
 
@@ -86,7 +91,9 @@ class Pair:
         self._is_first_start = epoch.epoch == 0 and fresh
         if (fresh and config.standby) or (epoch.epoch and not epoch.leads):
             return False
-        began = said = time.monotonic()
+        began = reported = time.monotonic()
+        # A server that has rows may lead alone after a while; without rows only the standby knows whether it has newer
+        # ones, so the server waits for the standby's word however long that takes.
         while not self._stopping.is_set():
             other = ask_standing(config, self._transport)
             now = time.monotonic()
@@ -98,8 +105,8 @@ class Pair:
                 break
             if other is None and not fresh and now - began > _PATIENCE_S:
                 break
-            if now - said >= 3.0:
-                said = now
+            if now - reported >= 3.0:
+                reported = now
                 missing = "is not there yet" if other is None else "has the rows, which this server has lost"
                 self._say(f"waits for its standby at {config.peer}, which {missing} ({now - began:.0f} s)")
             self._stopping.wait(_POLL_S)
@@ -107,7 +114,7 @@ class Pair:
         return True
 
     def lead(self, state: ServerState, *, has_standby: bool) -> None:
-        """Takes the workers' requests from now on."""
+        """Serves the workers from now on."""
         leader = Leader(self._config, state, self._epoch, self._hang_up, self._notify, has_standby=has_standby)
         state.on_unrecorded = leader.renew
         self.leader = leader
@@ -122,6 +129,7 @@ class Pair:
         self.follower = follower
 
         def wait() -> None:
+            # The server has the state before lead() wakes the threads that wait for the turn.
             if follower.wait():
                 assert follower.state is not None
                 self._say(f"takes over from {self._config.peer} (epoch {self._epoch.epoch}){self._after_promotion}")
@@ -131,12 +139,22 @@ class Pair:
                 self._serves.set()
 
         follower.start()
-        threading.Thread(target=wait, name="standby turn", daemon=True).start()
+        self._turn = OwnThread(wait, name="standby turn", say=self._say, then=self._serves.set)
+        self._turn.start()
 
     def wait_for_turn(self) -> bool:
         """Waits until this server serves the workers; returns False when the job is over before."""
         self._serves.wait()
         return self.leader is not None
+
+    def wake(self) -> None:
+        """Ends :meth:`wait_for_turn`: the thread that would bring the turn has failed."""
+        self._serves.set()
+
+    def check(self) -> None:
+        """Raises the error that has ended the wait for the turn, if there is one."""
+        if self._turn is not None:
+            self._turn.check()
 
     def _peer_is_gone(self) -> bool:
         other = ask_standing(self._config, self._transport)
@@ -150,13 +168,14 @@ class Pair:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def greet(self, header: Header, body: memoryview) -> dict[str, Any] | None:
-        """Returns what a worker is told instead of a welcome; None: this server welcomes it.
+        """Returns the answer to a worker instead of a welcome; None: this server welcomes it.
 
         Raises:
-            Refused: the HELLO is not that of a worker of this job.
+            Refused: no worker of this job sends such a HELLO.
         """
         fields = decode_control(body)
-        rank, known = fields.get("rank"), fields.get("epoch")
+        rank = fields.get("rank")
+        known = fields.get("epoch")
         if not isinstance(rank, int) or not 0 <= rank < self._config.num_workers or not isinstance(known, int):
             raise Refused(
                 f"a worker of rank {rank!r} that knows of one endpoint alone (epoch {known!r}): set {self._lists} "
@@ -175,7 +194,7 @@ class Pair:
         return leader.greet(rank, header.client_id, known)
 
     def _refuse_if_lost(self, leader: Leader, known: int) -> None:
-        """Raises Refused where a worker has used rows that neither of the two has, so that waiting brings nothing."""
+        """Raises Refused where a worker has used rows that neither of the two has: waiting does not bring them back."""
         other = ask_standing(self._config, self._transport)
         if other is None or other["leads"] or other["epoch"] >= known:
             return
@@ -188,12 +207,12 @@ class Pair:
         raise Refused(text)
 
     def settle(self, header: Header) -> None:
-        """Waits until the standby has what an answer to this request says, where the worker does not send it again."""
+        """Waits until the standby has the effect of this request, unless the worker sends it again after a loss."""
         if self.leader is not None and header.op not in _FREE:
             self.leader.settle()
 
     def readable(self) -> Readable | str:
-        """Returns what readers can be shown, or why nothing."""
+        """Returns the state for readers, or the reason why there is no state to read."""
         source = self.leader or self.follower
         return "it does not serve this shard" if source is None else source.readable()
 
@@ -203,8 +222,8 @@ class Pair:
         if "switch" in asked:
             self._switch(line)
             return
-        if "where" in asked:
-            send_piece(line, Carried.STANDING, [control_body({"places": []})])
+        if "where" in asked:  # the scale command: shards of a pair have no other places
+            send_fields(line, {"places": []})
             return
         if self._is_stranger(line, asked):
             return
@@ -213,15 +232,14 @@ class Pair:
         if self.leader is not None:
             self.leader.serve(line, asked)
         elif self.follower is not None:
-            send_piece(line, Carried.STANDING, [control_body(self.follower.standing(stay=asked.get("stay") is True))])
+            send_fields(line, self.follower.standing(stay=asked.get("stay") is True))
 
     def _is_stranger(self, line: Sealed, asked: dict[str, Any]) -> bool:
         """Returns whether a server of another job or number asks, after telling it so."""
         own = {"index": self._config.index, "num_workers": self._config.num_workers, "job": self._config.job}
         given = {name: asked.get(name) for name in own}
         if given != own:
-            text = f"server and standby belong to different jobs: {given} asks, this is {own}."
-            send_piece(line, Carried.REFUSED, [control_body({"error": text})])
+            send_refusal(line, f"server and standby belong to different jobs: {given} asks, this is {own}.")
         return given != own
 
     def _switch(self, line: Sealed) -> None:
@@ -231,9 +249,9 @@ class Pair:
                 raise Refused(f"{self._config.endpoint} does not serve workers: {self._config.peer} does.")
             self.leader.hand_over(lambda stay: ask_standing(self._config, self._transport, stay=stay))
         except (Refused, PSError) as error:
-            send_piece(line, Carried.REFUSED, [control_body({"error": str(error)})])
+            send_refusal(line, error)
         else:
-            send_piece(line, Carried.STANDING, [control_body({"leads": self._config.peer})])
+            send_fields(line, {"leads": self._config.peer})
 
     def watch(self) -> Turn:
         """Looks after the standby; returns whether this server still leads."""
@@ -254,7 +272,8 @@ class Pair:
 
     def step_back(self, take_over: Callable[[ServerState], None]) -> None:
         """Follows the server that has replaced this one."""
-        leader, self.leader = self.leader, None
+        leader = self.leader
+        self.leader = None
         assert leader is not None
         leader.close()
         self._serves.clear()
@@ -263,25 +282,25 @@ class Pair:
         self.follow(take_over)
 
     def end(self) -> None:
-        """Tells the standby that the job is over, also one that was the server a moment ago and does not follow yet."""
-        leader, config = self.leader, self._config
+        """Tells the standby that the job is over, even if it led a moment ago and does not follow yet."""
+        leader = self.leader
         if leader is None:
             return
         follows = leader.joined
         leader.end()
-        if config.peer and not follows and not leader.deposed:
+        if self._config.peer and not follows and not leader.deposed:
             with suppress(FleetError):
-                tell(config, self._transport, {**follow_fields(config, probe=True), "over": True})
+                ask_standing(self._config, self._transport, over=True)
 
     def _learn_end(self) -> None:
-        """Ends what waits here, unless this server leads: the one that does says that the job is over."""
+        """Ends the wait of this server, unless it leads: the leading server says that the job is over."""
         if self.leader is not None and self.leader.deposed:
             self.leader.forget_job()
         elif self.leader is None and self.follower is not None:
             self.follower.forget_job()
 
     def stop(self) -> None:
-        """Ends what waits here."""
+        """Ends every wait of this server, and its lines."""
         self._stopping.set()
         if self.follower is not None:
             self.follower.close()

@@ -95,7 +95,7 @@ class Bounds:
         return "lfu" if self.evict == "lfu" else "lru"
 
     def as_dict(self) -> Mapping[str, Any]:
-        """Returns what is set, as plain values."""
+        """Returns the limits that are set, as plain values."""
         return {key: value for key, value in asdict(self).items() if value is not None and (key, value) != _USUAL}
 
 

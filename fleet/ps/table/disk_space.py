@@ -103,7 +103,7 @@ class DiskSpace:
 
     @property
     def end(self) -> int:
-        """The address behind the mapping; what is allocated ends at ``start + size``."""
+        """The address behind the mapping; the allocated part ends at ``start + size``."""
         return self.start + _RESERVED
 
     @property

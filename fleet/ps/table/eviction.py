@@ -3,8 +3,8 @@
 [Note: Eviction]
 Each row of a table with a limit has a rank of 8 bytes, written with each push: the number of the change (of the
 journal record, on a server), for "lfu" with the count of pushes above it. The rows of lowest rank go; among equal
-ranks, those of the lowest mixed bits. So the choice depends on nothing but keys and ranks, and both are what a replay
-makes them.
+ranks, those of the lowest mixed bits. So the choice depends on nothing but keys and ranks, and a replay
+makes the same ones.
 
 The limit is divided over groups of sub-shards, one group for a small table, 64 for a large one. A group above its
 share goes down to 90 % of it, so that a scan of its ranks pays for many new rows and the table is never stopped as a
@@ -31,7 +31,7 @@ COUNT_SHIFT, MOST_COUNTED = 48, 32767
 
 @dataclass(frozen=True)
 class Shares:
-    """``groups`` of consecutive sub-shards with at most ``most`` rows each, of which ``kept`` stay."""
+    """``groups`` of consecutive sub-shards with at most ``most`` rows each; an eviction keeps ``kept``."""
 
     groups: int
     most: int

@@ -20,6 +20,7 @@ Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 CREATE_ON = ("pull", "push")
 CHUNK_ROWS, STATISTICS_BYTES = 1024, 24  # rows are allocated together; an accessor's statistics of each
+PENDING, PENDING_COUNT = 0x80000000, 0x7FFFFFFF  # in an index entry: the id waits for admission, and its pushes so far
 
 
 @dataclass(frozen=True)

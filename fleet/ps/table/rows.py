@@ -42,7 +42,7 @@ class RowBlock:
         has_embedx: bool; False while the columns after the first do not exist.
         values: float32 [n, row_floats], weights then optimizer state.
         statistics: ``None`` without an accessor.
-        stamp: what the caller's stamp returned when the block was copied; 0 without one.
+        stamp: the result of the caller's stamp when the block was copied; 0 without one.
         ranks: int64, when each row was pushed, see :mod:`fleet.ps.table.eviction`; ``None`` in a table without a limit.
     """
 

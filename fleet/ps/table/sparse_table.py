@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError, PSError
+from fleet.ps.table.eviction import loaded_ranks
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.kernels.numba_cache import naming_the_cause
-from fleet.ps.table.layout import Float32s, Int64s, RowLayout, SparseTableConfig
-from fleet.ps.table.rows import RowBlock, Window
-
-if TYPE_CHECKING:
-    from fleet.ps.table.kernel_store import KernelStore
+from fleet.ps.table.kernels.numba_cache import load_kernels, naming_the_cause
+from fleet.ps.table.layout import PENDING, PENDING_COUNT, Float32s, Int64s, RowLayout, SparseTableConfig
+from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
+from fleet.ps.table.save_chain import SaveChain
 
 ROWS_PER_WINDOW = 8192
+_PLACES = 2**32  # of an index, whatever its length: a window is a span of them
+_STATISTICS = np.dtype([("show", "<f8"), ("click", "<f8"), ("delta", "<f4"), ("slot", "<u4")])
 
 
 class SparseTable:
@@ -47,11 +48,15 @@ class SparseTable:
     def __init__(self, config: SparseTableConfig, folder: Path | None = None) -> None:
         self.config = config
         self.gate = Gate()
+        # Not at the import of this module: a process that only plans tables needs no numba.
+        kernels = load_kernels("table_memory", "fleet.ps.table")
+        self._requests = kernels.row_requests
+        self._walks = kernels.walks
+        self._finding = kernels.finding
         with naming_the_cause():
-            from fleet.ps.table.kernel_store import KernelStore
-
-            self._store = KernelStore(config, folder)
+            self._memory = kernels.TableMemory(config, folder)
         self._learning_rate: float | None = None
+        self.chain = SaveChain()
         self.on_delete: Callable[[Int64s], None] | None = None  # called with keys whose rows are deleted
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -74,7 +79,7 @@ class SparseTable:
                 f"pull from table {self.config.name!r}: out is {out.dtype} {out.shape}; it takes a "
                 f"writable C-contiguous float32 array of shape {shape}."
             )
-        self._store.pull(keys, out, create)
+        self._pull(keys, out, create)
         return out
 
     def push(
@@ -107,10 +112,11 @@ class SparseTable:
         shows = None if shows is None else self._check("shows", shows, (len(keys),), np.float32)
         clicks = None if clicks is None else self._check("clicks", clicks, (len(keys),), np.float32)
         slots = None if slots is None else self._check("slots", slots, (len(keys),), np.uint32)
-        (self._store.make_room if tick is not None else self.make_room)(len(keys))
-        self._store.tick = self._store.tick + 1 if tick is None else tick
-        self._store.push(keys, gradients, shows, clicks, slots)
-        self._store.cool()
+        self._begin_change(len(keys), tick)
+        self._push(keys, gradients, shows, clicks, slots)
+        # After the change: its new rows may have filled the memory of a sub-shard whose rows may lie on disk.
+        self._memory.cool()
+        # A server gives a tick and calls victims(), because the eviction needs a journal record first.
         if tick is None:
             self.evict()
 
@@ -121,16 +127,20 @@ class SparseTable:
         """
         keys = _check_keys("add", keys)
         deltas = self._check("deltas", deltas, (len(keys), self.layout.num_weights), np.float32)
-        (self._store.make_room if tick is not None else self.make_room)(len(keys))
-        self._store.tick = self._store.tick + 1 if tick is None else tick
-        self._store.add(keys, deltas)
-        self._store.cool()
+        self._begin_change(len(keys), tick)
+        self._add(keys, deltas)
+        self._memory.cool()
         if tick is None:
             self.evict()
 
     def contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
         """Returns for each key whether it has a row (ids that wait for admission have none)."""
-        return self._store.contains(_check_keys("contains", keys))
+        return self._contains(_check_keys("contains", keys))
+
+    def _begin_change(self, num_rows: int, tick: int | None) -> None:
+        """Makes room for ``num_rows`` more rows and numbers the change; with a tick the index was checked before."""
+        (self._memory.make_room if tick is not None else self.make_room)(num_rows)
+        self._memory.tick = self._memory.tick + 1 if tick is None else tick
 
     # -- life of rows --------------------------------------------------------------------------------------------
 
@@ -140,22 +150,27 @@ class SparseTable:
         Raises:
             PSError: the disk is full, or the index its part of ``memory_bytes``; the table is as before.
         """
-        self._store.check_index(num_rows)
-        self._store.make_room(num_rows)
+        self._memory.check_index(num_rows)
+        self._memory.make_room(num_rows)
 
     def victims(self) -> Int64s:
         """Returns the keys that a table above its limit must lose, in no particular order; mostly none.
 
         They depend on the keys and on when each was pushed, and on nothing else.
         """
-        return self._store.victims()
+        keys: Int64s = self._memory.victims()
+        return keys
 
     def erase(self, keys: Int64s) -> int:
         """Deletes the rows of ``keys``; returns how many there were."""
-        erased = self._store.erase(_check_keys("erase", keys))
-        if self.on_delete is not None:
-            self.on_delete(keys)
+        erased = self._erase(_check_keys("erase", keys))
+        self._tell_deleted(keys)
         return erased
+
+    def _tell_deleted(self, keys: Int64s) -> None:
+        self.chain.note_deleted(keys)
+        if self.on_delete is not None and len(keys):
+            self.on_delete(keys)
 
     def evict(self) -> Int64s:
         """Brings a table that is above its limit below it; returns the keys that were deleted."""
@@ -169,7 +184,7 @@ class SparseTable:
 
         With an accessor shows and clicks first decay by ``show_click_decay_rate``, the threshold is on the score
         (default ``delete_threshold``) and the days default to ``delete_after_unseen_days``. Without one the
-        threshold is on the number of pushes (it saturates at 32767). Training may continue meanwhile.
+        threshold is on the number of pushes (it saturates at 32767). Training may continue.
 
         Raises:
             ConfigError: a table without an accessor was given no criterion.
@@ -189,28 +204,28 @@ class SparseTable:
         return len(self._shrink(least, days, decay))
 
     def _shrink(self, least: float, days: float, decay: float) -> Int64s:
-        keys = np.concatenate([self._store.shrink_window(w, least, days, decay) for w in self.plan_windows()])
-        if self.on_delete is not None and len(keys):
-            self.on_delete(keys)
+        keys = np.concatenate([self._shrink_window(w, least, days, decay) for w in self.plan_windows()])
+        self._tell_deleted(keys)
         return keys
 
     def advance_day(self) -> None:
         """Adds one to the unseen days of every row (a save of mode 3 does); those unseen for ``ttl_days`` go."""
-        self._store.day += 1
+        self._memory.day += 1
         bounds = self.config.bounds
         if bounds is not None and bounds.ttl_days is not None:
             self._shrink(-np.inf, float(bounds.ttl_days) - 1, 1.0)
 
     def clear(self) -> None:
         """Removes every row."""
-        if self.on_delete is not None:
-            self.on_delete(self.keys())
-        self._store.clear()
+        # Listing the keys walks over the whole table, so it is done only for a sink or a save chain.
+        if self.on_delete is not None or self.chain.saves:
+            self._tell_deleted(self.keys())
+        self._clear()
 
     def close(self) -> None:
         """Releases the memory; no thread may be using the table, and every later call raises PSError."""
-        self._store.close()
-        self._store = cast("KernelStore", _Closed(self.config.name))
+        self._memory.close()
+        self._memory = _Closed(self.config.name)
 
     def load_kernels(self) -> None:
         """Loads the kernels of every call now; the table is empty.
@@ -219,27 +234,33 @@ class SparseTable:
         journaled change could not be applied.
         """
         with naming_the_cause():
-            self._store.load_kernels()
+            self._memory.load_kernels()
 
     # -- walks ---------------------------------------------------------------------------------------------------
 
     def plan_windows(self, rows_per_window: int = ROWS_PER_WINDOW) -> list[Window]:
         """Returns windows that together hold every key exactly once, also while rows come and go."""
-        return self._store.plan_windows(rows_per_window)
+        windows = []
+        for s, entries in enumerate(self._memory.entries):
+            parts = max(1, -(-entries // rows_per_window))
+            edges = [_PLACES * i // parts for i in range(parts + 1)]
+            windows += [(s, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        return windows
 
     def copy_window(self, window: Window, stamp: Callable[[], int] | None = None) -> RowBlock:
         """Returns a consistent copy of a window's rows; with ``stamp``, no push inside the gate overlaps it."""
         if stamp is None:
-            return self._store.copy_window(window)
+            return self._copy_window(window)
+        # Pushes hold the shared side of the gate, so the stamp belongs to exactly these rows.
         with self.gate.exclusive():
-            block = self._store.copy_window(window)
+            block = self._copy_window(window)
             block.stamp = stamp()
         return block
 
     def blocks(
         self, rows_per_window: int = ROWS_PER_WINDOW, stamp: Callable[[], int] | None = None
     ) -> Iterator[RowBlock]:
-        """Yields every row once, in blocks that are each consistent; training may continue meanwhile."""
+        """Yields every row once, in blocks that are each consistent; training may continue."""
         for window in self.plan_windows(rows_per_window):
             block = self.copy_window(window, stamp)
             if len(block):
@@ -252,7 +273,7 @@ class SparseTable:
 
     def reserve(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` more rows, so that loading them in the order of a save stays fast."""
-        self._store.reserve(num_rows)
+        self._reserve(num_rows)
 
     def insert(self, block: RowBlock, *, evict: bool = True) -> None:
         """Inserts rows as they are, replacing those of the same keys (loading).
@@ -265,42 +286,173 @@ class SparseTable:
             raise ConfigError(
                 f"insert into table {self.config.name!r}: rows are {block.values.shape}; the table takes {shape}."
             )
-        (self.make_room if evict else self._store.make_room)(len(block))
-        self._store.insert(block)
-        self._store.cool()
+        (self.make_room if evict else self._memory.make_room)(len(block))
+        self._insert(block)
+        self._memory.cool()
         if evict:
             self.evict()
 
     def settle(self, keys: Int64s, delta_scores: Float32s) -> None:
         """Subtracts saved delta scores from the rows that still exist (save modes 1 and 2)."""
-        self._store.settle(keys, delta_scores)
+        if self.layout.has_statistics:
+            self._settle(np.ascontiguousarray(keys), np.ascontiguousarray(delta_scores, np.float32))
+
+    # -- kernels -------------------------------------------------------------------------------------------------
+    # What follows calls the kernels and checks nothing; the tests replace it by the same in plain numpy.
+
+    def _scratch(self, keys: Int64s) -> npt.NDArray[np.int64]:
+        return np.empty(self._finding.scratch_words(len(keys)), np.int64)
+
+    def _pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
+        scratch = self._scratch(keys)
+        arguments = (_at(keys), len(keys), _at(out), int(create), _at(scratch))
+        if self._requests.pull(self._memory.address, *arguments):
+            self._memory.raise_full()
+
+    def _push(
+        self,
+        keys: Int64s,
+        gradients: Float32s,
+        shows: Float32s | None,
+        clicks: Float32s | None,
+        slots: npt.NDArray[np.uint32] | None,
+    ) -> None:
+        scratch = self._scratch(keys)
+        counts = map(_at, (shows, clicks, slots))
+        arguments = (_at(keys), len(keys), _at(gradients), *counts, self._memory.tick, _at(scratch))
+        if self._requests.push(self._memory.address, *arguments):
+            self._memory.raise_full()
+
+    def _add(self, keys: Int64s, deltas: Float32s) -> None:
+        scratch = self._scratch(keys)
+        arguments = (_at(keys), len(keys), _at(deltas), self._memory.tick, _at(scratch))
+        if self._requests.add(self._memory.address, *arguments):
+            self._memory.raise_full()
+
+    def _contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
+        found = np.empty(len(keys), np.bool_)
+        scratch = self._scratch(keys)
+        self._requests.contains(self._memory.address, _at(keys), len(keys), _at(found), _at(scratch))
+        return found
+
+    def _copy_window(self, window: Window) -> RowBlock:
+        s, first, last = window
+        layout = self.layout
+        # An estimate from the window's share of the places, with a quarter more for uneven keys. The kernel returns a
+        # negative number where the room is too small.
+        room = self._memory.entries[s] * (last - first) // _PLACES * 5 // 4 + 64
+        while True:
+            keys = np.empty(room, np.int64)
+            metas = np.empty(room, np.uint64)
+            values = np.empty((room, layout.row_floats), np.float32)
+            traffic = np.empty(room if layout.has_statistics else 0, _STATISTICS)
+            ranks = np.empty(room if layout.has_ranks else 0, np.int64)
+            arrays = map(_at, (keys, metas, values, traffic, ranks))
+            n = self._walks.copy_rows(self._memory.address, s, first, last, room, *arrays)
+            if n >= 0:
+                block = self._block_of(keys[:n], metas[:n], values[:n], traffic[:n])
+                block.ranks = ranks[:n] if layout.has_ranks else None
+                return block
+            room *= 2
+
+    def _block_of(
+        self, keys: Int64s, metas: npt.NDArray[np.uint64], values: Float32s, traffic: npt.NDArray[np.void]
+    ) -> RowBlock:
+        # A meta word: 32 bits of slot (or the pending mark and a count), 16 of the day, 15 of the count, 1 for embedx.
+        low = (metas & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        admitted = low & PENDING == 0
+        seen = (metas >> np.uint64(32)).astype(np.int64) & 0xFFFF
+        counts = np.where(admitted, (metas >> np.uint64(48)).astype(np.int64) & MAX_ROW_COUNT, low & PENDING_COUNT)
+        kept = None
+        if self.layout.has_statistics:
+            kept = Statistics(*(traffic[name].copy() for name in ("show", "click", "delta", "slot")))
+        # Days are stored modulo 2^16, and so is their difference.
+        unseen_days = (self._memory.day - seen) & 0xFFFF
+        return RowBlock(keys, unseen_days, counts, admitted, (metas >> np.uint64(63)).astype(np.bool_), values, kept)
+
+    def _insert(self, block: RowBlock) -> None:
+        layout = self.layout
+        seen = ((self._memory.day - block.unseen_days) & 0xFFFF).astype(np.uint64) << np.uint64(32)
+        counts = np.minimum(block.counts, MAX_ROW_COUNT).astype(np.uint64) << np.uint64(48)
+        embedx = block.has_embedx.astype(np.uint64) << np.uint64(63)
+        pending = np.uint64(PENDING) | block.counts.astype(np.uint64)
+        metas = np.where(block.admitted, counts | embedx, pending) | seen
+        traffic = np.zeros(len(block) if layout.has_statistics else 0, _STATISTICS)
+        if block.statistics is not None and layout.has_statistics:
+            kept = block.statistics
+            traffic["show"] = kept.shows
+            traffic["click"] = kept.clicks
+            traffic["delta"] = kept.delta_scores
+            traffic["slot"] = kept.slots
+        keys = np.ascontiguousarray(block.keys, np.int64)
+        values = np.ascontiguousarray(block.values, np.float32)
+        ranks = block.ranks
+        # Saves of a table without a limit hold no ranks.
+        if ranks is None and layout.has_ranks:
+            bounds = self.config.bounds
+            is_counted = bounds is not None and bounds.evict == "lfu"
+            ranks = loaded_ranks(block.unseen_days, block.counts, counted=is_counted)
+        if ranks is not None:
+            ranks = np.ascontiguousarray(ranks, np.int64)
+        arrays = (keys, metas, values, traffic, ranks, self._scratch(keys))
+        if self._walks.insert_rows(self._memory.address, len(block), *map(_at, arrays)):
+            self._memory.raise_full()
+
+    def _shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
+        """Decays the window's statistics, deletes rows below ``least`` or unseen too long, returns their keys."""
+        criteria = (float(least), float(max_unseen_days), float(decay))
+        while True:
+            # Other threads may add entries before the kernel runs; then the next round has more room.
+            keys = np.empty(self._memory.entries[window[0]] + 64, np.int64)
+            n = self._walks.shrink_rows(self._memory.address, *window, *criteria, len(keys), _at(keys))
+            if n >= 0:
+                # A copy, so that the large array can be freed.
+                return keys[:n].copy()
+
+    def _erase(self, keys: Int64s) -> int:
+        scratch = self._scratch(keys)
+        return int(self._walks.erase_keys(self._memory.address, _at(keys), len(keys), _at(scratch)))
+
+    def _settle(self, keys: Int64s, deltas: Float32s) -> None:
+        scratch = self._scratch(keys)
+        self._walks.settle_rows(self._memory.address, _at(keys), len(keys), _at(deltas), _at(scratch))
+
+    def _reserve(self, num_rows: int) -> None:
+        sub_shards = len(self._memory.entries)
+        if self._walks.reserve_table(self._memory.address, -(-num_rows // sub_shards)):
+            self._memory.raise_full()
+
+    def _clear(self) -> None:
+        self._walks.clear_table(self._memory.address)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
     @property
     def layout(self) -> RowLayout:
         """Where weights and state are in a row."""
-        return self._store.layout
+        layout: RowLayout = self._memory.layout
+        return layout
 
     @property
     def num_rows(self) -> int:
         """How many keys have a row."""
-        return self._store.num_rows
+        return int(self._memory.num_rows)
 
     @property
     def pull_counts(self) -> tuple[int, int]:
         """How many ids pulls have asked for so far, repeated ones included, and how many of them had a row."""
-        return self._store.pull_counts
+        asked, had = self._memory.pull_counts
+        return asked, had
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held for rows and index."""
-        return self._store.memory_bytes
+        return int(self._memory.memory_bytes)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes on the disk for rows that are not in memory."""
-        return self._store.disk_bytes
+        return int(self._memory.disk_bytes)
 
     @property
     def learning_rate(self) -> float:
@@ -313,7 +465,7 @@ class SparseTable:
             raise ConfigError(
                 f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite and not negative."
             )
-        self._store.set_learning_rate(float(value))
+        self._memory.set_learning_rate(float(value))
         self._learning_rate = float(value)
 
     def _check(self, what: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type) -> npt.NDArray[Any]:
@@ -326,7 +478,7 @@ class SparseTable:
 
 
 class _Closed:
-    """Stands where the store of a closed table was."""
+    """Stands in the place of a closed table's memory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -341,3 +493,8 @@ def _check_keys(what: str, keys: Int64s) -> Int64s:
     if keys.dtype != np.int64 or keys.ndim != 1:
         raise ConfigError(f"{what}: keys are {keys.dtype} {keys.shape}; they take int64 of one dimension.")
     return np.ascontiguousarray(keys)
+
+
+def _at(array: npt.NDArray[Any] | None) -> int:
+    """Returns the address of an array's data, 0 for ``None``."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])

@@ -6,7 +6,7 @@ With HMAC-SHA256 keyed by the secret, each proof over both nonces and the server
     worker -> server   nonce, proof("worker")
     server -> worker   proof("server")
 
-Both derive from the same values a key for what follows, see :mod:`fleet.ps.wire.sealed`. A wrong or missing secret
+Both derive from the same values a key for messages, see :mod:`fleet.ps.wire.sealed`. A wrong or missing secret
 closes the connection. Whoever relays a handshake has no key, and no server is taken for another one.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 
-from fleet._sealing import PROOF_BYTES, prove, same
+from fleet.common.sealing import PROOF_BYTES, prove, same
 from fleet.errors import ConfigError, PSError
 from fleet.ps.wire.sealed import Sealed
 from fleet.ps.wire.transport import Connection, ConnectionLost, TransferTimeout
@@ -31,7 +31,7 @@ class AuthenticationError(PSError):
 
 
 def check_secret(endpoint: str, secret: bytes | None) -> bytes:
-    """Returns ``secret``; raises ``ConfigError`` when there is none, on loopback too."""
+    """Returns ``secret``; raises ``ConfigError`` without one, on loopback too."""
     if not secret:
         raise ConfigError(
             f"parameter server {endpoint!r} without a job secret: anyone who reaches that address (on this machine, "

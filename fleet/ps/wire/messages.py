@@ -24,9 +24,9 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = b"FLPS"
 VERSION = 2
 MAX_BODY_BYTES = 1 << 28
-DISAGREE = "disagree: "  # begins the key of a barrier whose workers do not ask for the same; who asks for what follows
-LOAD_WISH = "load "  # begins what a worker at a barrier asks for, if it is a load, in which all workers must agree
-HOW_WISHED = ", mode "  # ends the place in what asks for a save: all who save to it must agree in what follows
+DISAGREE = "disagree: "  # begins the key of a barrier whose workers do not ask for the same; the wishes follow
+LOAD_WISH = "load "  # begins the wish of a worker at a barrier, if it is a load, in which all workers must agree
+HOW_WISHED = ", mode "  # ends the place in the wish for a save: all who save to it must agree in the rest
 MAX_CONTROL_BYTES = 1 << 20
 MAX_TABLES = 1 << 10
 MAX_TABLE_ID = 1 << 16
@@ -80,7 +80,7 @@ class MessageFlag:
     NO_CLOCK = 32  # a push that more of the same step will follow
     # The answer to a push brings what its dense tables hold after the step, and rows that changed of watched tables.
     VALUES = 64
-    IN_MEMORY = 128  # the body lies in memory that both ends share, see fleet.ps.wire.shared_bodies
+    IN_MEMORY = 128  # the body lies in memory that both ends share, see fleet.ps.one_machine.shared_bodies
 
 
 class Status(IntEnum):
@@ -94,7 +94,7 @@ class Status(IntEnum):
     FAILED = 5  # the server could not do it; the body says why
 
 
-_IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # what a part carries
+_IDS, _ROWS, _SHOWS, _CLICKS, _DENSE, _SLOTS, _SCALES = 1, 2, 4, 8, 16, 32, 64  # the fields of a part
 _ALL_PRESENT, _ALL_FLAGS = 127, 255
 
 

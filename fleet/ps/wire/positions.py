@@ -22,7 +22,7 @@ _MAX_OFFSET = 1 << 62
 
 
 def positions_tail(positions: Mapping[str, Mapping[str, tuple[int, int]]]) -> bytes:
-    """Returns what follows the parts of a push with ``positions``; :func:`split_positions` reads it.
+    """Returns the bytes behind the parts of a push with ``positions``; :func:`split_positions` reads it.
 
     Raises:
         MessageError: they take more than a message may hold.

@@ -3,7 +3,7 @@
 [Note: Rows as int8]
 A row of a push travels as ``q`` (int8) and one float32 ``scale = max|row| / 127``, ``q = round(row / scale)``; a row of
 zeros has the scale 0. What the rounding has left, ``row - q * scale``, stays on the worker and is added to the next
-gradient of the same key, so that the sum of what the server receives differs from the sum of the gradients by one
+gradient of the same key, so that the sum of the received rows differs from the sum of the gradients by one
 remainder, whatever the number of steps. Dense gradients and all answers travel as bfloat16: an answer has no next time
 that could make up for its error, and a scale for each dense number would take more bytes than float32.
 
@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleet.errors import ConfigError
-from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
 from fleet.ps.wire.messages import TablePart
 
 WIRE_FORMS = ("float32", "bfloat16", "int8")
@@ -42,6 +41,28 @@ def check_wire(value: Any) -> str:
     if value not in WIRE_FORMS:
         raise ConfigError(f"wire is {value!r}; it is one of {', '.join(map(repr, WIRE_FORMS))}.")
     return str(value)
+
+
+def to_bfloat16(values: Rows) -> NDArray[np.uint16]:
+    """Returns ``values`` rounded to bfloat16, each as the uint16 of its bits; not-a-number stays not-a-number."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    halves = rounded.astype(np.uint16)
+    unordered = np.isnan(values)
+    if unordered.any():
+        halves[unordered] = np.uint16(0x7FC0)
+    return halves
+
+
+def from_bfloat16(halves: NDArray[Any]) -> Rows:
+    """Returns the float32 values of bfloat16 bits."""
+    out = np.empty(halves.shape, np.float32)
+    np.left_shift(halves, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32, casting="unsafe")
+    return out
 
 
 def to_int8(rows: Rows) -> tuple[NDArray[np.int8], Rows]:
@@ -74,7 +95,7 @@ class Remainders:
         self._lock = threading.Lock()
 
     def encode(self, part: TablePart) -> None:
-        """Turns the float32 rows of a sparse part into int8 and scales, and keeps what is left; ids are distinct."""
+        """Turns the float32 rows of a sparse part into int8 and scales, and keeps the remainders; ids are distinct."""
         assert part.ids is not None
         assert part.rows is not None
         with self._lock:
@@ -89,7 +110,7 @@ class Remainders:
             left[places[won]] = rest[won]
 
     def forget(self, table_ids: Sequence[int]) -> None:
-        """Drops what is left of the gradients of these tables."""
+        """Drops the remainders of these tables."""
         with self._lock:
             for table_id in table_ids:
                 self._tables.pop(table_id, None)

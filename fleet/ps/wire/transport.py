@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from fleet._addresses import is_loopback, join_endpoint, split_endpoint
+from fleet.common.addresses import is_loopback, join_endpoint, split_endpoint
 from fleet.errors import PSError
 from fleet.ps.wire.messages import Buffer
 
@@ -185,6 +185,7 @@ def _bind_unix(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(path)
+        # Before it listens, so that no other user of the machine can connect.
         os.chmod(path, 0o600)
         sock.listen(1024)
     except OSError as error:
@@ -196,7 +197,7 @@ def _bind_unix(path: str) -> socket.socket:
 def _wrap_tls(
     context: ssl.SSLContext, sock: socket.socket, peer: str, timeout_s: float, host: str | None = None
 ) -> ssl.SSLSocket:
-    """Returns the socket before its handshake, so that it can be closed meanwhile."""
+    """Returns the socket before its handshake, so that another thread can close it."""
     try:
         sock.settimeout(timeout_s)
         return context.wrap_socket(sock, server_side=host is None, server_hostname=host, do_handshake_on_connect=False)
@@ -275,7 +276,7 @@ class _Stream:
         """Returns whether the stream has ended."""
         poll = select.poll()
         try:
-            # Where POLLRDHUP is missing, only what is reported in any case.
+            # Without POLLRDHUP only the events that poll reports in any case are seen.
             poll.register(self._sock, getattr(select, "POLLRDHUP", 0))
             return bool(poll.poll(0))
         except (OSError, ValueError):
@@ -294,10 +295,13 @@ class SocketConnection(_Stream):
         self.is_here = _is_here(sock)
         self._sock = sock
         sock.settimeout(None)
+        # Timeouts of the kernel: with settimeout Python would make the socket non-blocking and poll before each
+        # transfer.
         tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         if sock.family != socket.AF_UNIX:
+            # Messages are sent whole: waiting for more bytes to fill a packet would only delay them.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -326,6 +330,7 @@ class SocketConnection(_Stream):
 
     def receive(self, view: memoryview, timeout_s: float | None = None, idle_s: float | None = None) -> None:
         """Fills ``view``."""
+        # Reads return once per tick, so they cannot keep a limit that is shorter.
         if idle_s is not None and idle_s < _TICK_S and not self.comes(idle_s):
             raise TransferTimeout(f"{self.peer}: no byte came within {idle_s} s.")
         began = time.monotonic()
@@ -343,6 +348,7 @@ class SocketConnection(_Stream):
                 raise ConnectionLost(f"{self.peer} closed the connection.")
             if count > 0:
                 if not filled:
+                    # The first byte ends the idle time: from now on the peer is sending.
                     limit = timeout_s
                     began = time.monotonic()
                 filled += count
@@ -356,10 +362,11 @@ class SocketConnection(_Stream):
             poll.register(self._sock, select.POLLIN)
             return bool(poll.poll(1000 * limit_s))
         except (OSError, ValueError):
-            return True  # closed meanwhile: the read reports it
+            return True  # closed by another thread: the read reports it
 
 
 def _end(sock: socket.socket) -> None:
+    # A close alone does not wake a thread that blocks in a read.
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
@@ -371,7 +378,7 @@ def _is_here(sock: socket.socket) -> bool:
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except OSError:
-        return False  # closed meanwhile
+        return False  # closed by another thread
 
 
 class TlsConnection(_Stream):
@@ -399,6 +406,7 @@ class TlsConnection(_Stream):
         filled = 0
         while filled < len(view):
             try:
+                # A timeout of 0 would make the socket non-blocking.
                 self._sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
                 count = self._sock.recv_into(view[filled:])
             except TimeoutError:

@@ -5,8 +5,8 @@ Nothing is moved: the partitions of rank A stay A's. When A's lease has ended on
 client under rank A. That HELLO does what A's own restart does: it fences off A's old process and answers with A's
 points, and B forms A's next batches from there, under A's step numbers (see :mod:`fleet.ps.server.stream_points`). A
 step of the loop holds batches of one rank, and goes to the servers through that rank's clients. A restarted A fences
-off B in the same way: B drops what it had not sent, which A then reads again. So every hand-over is a restart of rank
-A, as exact as one.
+off B in the same way: B drops the gradients that it had not sent, whose events A then reads again. So every hand-over
+is a restart of rank A, as exact as one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from fleet.errors import PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Rows
-from fleet.ps.worker.exchange_modes import AsyncExchange
+from fleet.ps.worker.async_exchange import AsyncExchange
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import TablePlan
@@ -36,20 +36,21 @@ class CoveredRank:
 
     Attributes:
         progress: how far the rank's streams are read.
-        ended: why this worker no longer covers the rank; empty while it does.
+        ended: why this worker has ceased to cover the rank; empty while it does.
     """
 
     def __init__(self, client: Client, exchange: AsyncExchange) -> None:
         self.rank = client.config.rank
         self.ended = ""
-        self._client, self._exchange = client, exchange
+        self._client = client
+        self._exchange = exchange
         resumption = resumption_of(client.welcomes())
         self.progress = StreamProgress(resumption, client.step)
         if resumption.again:
             client.step = resumption.again[0][0] - 1
 
     def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
-        """Takes the gradients of one step; drops them when the rank is no longer this worker's."""
+        """Takes the gradients of one step; drops them once the rank has gone back to its own process."""
         if self.ended:
             self.progress.is_open = False
             return
@@ -89,7 +90,10 @@ class LostRanks:
     """
 
     def __init__(self, client: Client, plan: TablePlan, config: SenderConfig, notify: Callable[[str], None]) -> None:
-        self._client, self._plan, self._config, self._notify = client, plan, config, notify
+        self._client = client
+        self._plan = plan
+        self._config = config
+        self._notify = notify
         lease_s = min(float(welcome["lease_s"]) for welcome in client.welcomes())
         self._every_s = lease_s / _ASK_EVERY
         self._asked_at = time.monotonic()

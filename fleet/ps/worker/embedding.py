@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.bounds import bounds_of
@@ -62,12 +63,12 @@ class SparseEmbedding(WatchesWeight):
         name: name of the table; modules with the same name share it. By default the module's name in the model.
         combiner: ``"none"`` gives a row per id, ``"sum"`` and ``"mean"`` one per sample.
         num_slots: the number of features in the ids, side by side; all share the table.
-        separate_slots: the same id has a row of its own in each slot.
+        separate_slots: the same id has another row in each slot.
         padding_idx: an id that reads as zeros, is ignored by a combiner, and is not trained.
         entry: which ids are worth a row, ``fleet.CountFilterEntry`` and its siblings; ``None`` admits all.
         initializer: weights of a new row; uniform in [-1e-4, 1e-4) by default.
         accessor: statistics of each row, see :class:`fleet.ps.Accessor`; ``None`` keeps none.
-        rule: the servers' update rule; ``None`` takes that of the optimizer.
+        rule: the servers' update rule; ``None`` takes the optimizer's.
         seed: initial rows are a pure function of (seed, id, column).
         slot: the number that rows of an accessor remember as their feature slot.
         max_rows, max_bytes, evict, ttl_days, rows, memory_bytes: how many rows each server keeps, which go first, and
@@ -148,9 +149,9 @@ class SparseEmbedding(WatchesWeight):
         """Returns the table this module needs.
 
         Args:
-            rule: the update rule where the module has none of its own.
-            name: the table's name where the module has none of its own.
-            accessor: statistics where the module asks for none.
+            rule: the update rule of a module that was given none.
+            name: the table's name of a module that was given none.
+            accessor: statistics for a module that asks for none.
         """
         return SparseTableConfig(
             self.name or name or "embedding",
@@ -170,6 +171,7 @@ class SparseEmbedding(WatchesWeight):
         self._bounds = config.bounds
         self.lookup = self._new_lookup(config)
 
+    @outside_graphs
     def forward(
         self,
         ids: Ids,
@@ -221,7 +223,7 @@ class SparseEmbedding(WatchesWeight):
 
         Args:
             dirname: the folder of ``fleet.save_persistables`` or ``save_inference_model``.
-            name: the table's name where the module has none of its own.
+            name: the table's name if the module was given none.
 
         Raises:
             ConfigError: the module is connected to servers; they load with ``fleet.load_model``.

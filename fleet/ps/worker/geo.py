@@ -11,7 +11,8 @@ Only rows that changed here are sent, and only rows that others changed come bac
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,10 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import KeyPlaces, in_pieces, train_rows
+from fleet.ps.wire.positions import Positions
+from fleet.ps.worker.exchange_modes import Gradients
+from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.table_plan import TablePlan
 
 
 def _pieces(size: int) -> Iterator[slice]:
@@ -52,6 +57,7 @@ class GeoRows:
         """Adds unknown, distinct keys with the server's rows."""
         first = self._num_rows
         end = self._num_rows + len(keys)
+        # At least doubled, so that keys that come a few at a time cost a copy only now and then.
         if end > len(self.keys):
             self._grow(max(end, 2 * len(self.keys)))
         self.keys[first:end] = keys
@@ -71,10 +77,12 @@ class GeoRows:
         self._touched[places] = True
 
     def take_deltas(self, num_workers: int) -> Gradient:
-        """Returns what the server must add, and counts it as exchanged."""
+        """Returns the differences for the server to add, and counts them as exchanged."""
         places = np.flatnonzero(self._touched)
-        delta, old = self.local.take(places, 0), self.old.take(places, 0)
+        delta = self.local.take(places, 0)
+        old = self.old.take(places, 0)
         delta -= old
+        # Divided by the workers, so that the server's sum of all deltas is the mean of their changes.
         delta /= np.float32(num_workers)
         old += delta
         self.old[places] = old
@@ -97,6 +105,7 @@ class GeoRows:
         known = places >= 0
         places = places[known]
         rows = rows[known]
+        # The change made here since the last exchange stays; only the part of the others is added.
         self.local[places] += rows - self.old[places]
         self.old[places] = rows
 
@@ -109,7 +118,7 @@ class WholeGeoRows(GeoRows):
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.detach()  # no array of it: share_memory_() moves what a tensor holds
+        self._weight = weight.detach()  # and no array of it: share_memory_() gives the tensor other memory
         self.old = self.local.copy()
         self._touched = np.zeros(len(self.local), np.bool_)
 
@@ -165,14 +174,14 @@ class GeoCommunicator:
         }
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
-        self._spare: dict[int, Rows] = {}  # memory for dense differences, then for what is pulled
+        self._spare: dict[int, Rows] = {}  # memory for dense differences, then for pulled values
         self._steps = self._exchanges = 0
-        self._rows_change = threading.Lock()  # a lookup adds rows, whichever thread of the script makes it
+        self._rows_change = threading.Lock()  # lookups in several threads of the script add rows
         self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
 
     def _take_whole(self, whole: Mapping[int, Tensor]) -> None:
         if whole:
-            self._client.pull_changes(list(whole))  # what was added until now comes with all rows
+            self._client.pull_changes(list(whole))  # the rows that are pulled now have all earlier additions
         for table_id, weight in whole.items():
             rows = weight.detach().numpy()
             for ids in in_pieces(len(rows)):
@@ -241,12 +250,14 @@ class GeoCommunicator:
             table_id: rows.take_deltas(workers) for table_id, rows in self._rows.items()
         }
         for table_id, values in self._dense.items():
-            old, delta = self._old_dense[table_id], memory[table_id]
+            old = self._old_dense[table_id]
+            delta = memory[table_id]
             for piece in _pieces(len(values)):
                 np.subtract(values[piece], old[piece], out=delta[piece])
                 delta[piece] /= np.float32(workers)
                 old[piece] += delta[piece]
             deltas[table_id] = delta
+        # The additions first: the values that are pulled afterwards hold them, as ``old`` does.
         client.wait(client.add(deltas))
         if self._rows:
             for table_id, (keys, values) in client.pull_changes(list(self._rows)).items():
@@ -254,9 +265,76 @@ class GeoCommunicator:
         if self._dense:
             found = client.wait(client.pull(dict.fromkeys(self._dense), out=memory, wait_for_others=False))
             for table_id, values in self._dense.items():
-                old, new = self._old_dense[table_id], found[table_id]
+                old = self._old_dense[table_id]
+                new = found[table_id]
                 for piece in _pieces(len(values)):
                     values[piece] += new[piece] - old[piece]
                     old[piece] = new[piece]
         self._spare = memory
         self._exchanges += 1
+
+
+class GeoExchange:
+    """Rows and parameters are trained here by SGD; differences travel every ``k_steps`` steps.
+
+    Args:
+        client: an open client with known tables.
+        plan: the tables.
+        k_steps: steps between exchanges.
+        train_dense: one step of the user's optimizer on the parameters.
+    """
+
+    reads_grad = True
+
+    def __init__(self, client: Client, plan: TablePlan, k_steps: int, train_dense: Callable[[], Any]) -> None:
+        self._plan = plan
+        self._train_dense = train_dense
+        self._values = {part.table_id: part.values() for part in plan.dense}
+        self._parts = {part.table_id: part for part in plan.sparse}
+        served = [(part.table_id, m) for part in plan.sparse for m in part.modules if isinstance(m, ServedEmbedding)]
+        self._served = [module for _, module in served]
+        whole = {table_id: rows for table_id, module in served if (rows := module.read_weight()) is not None}
+        self._geo = GeoCommunicator(client, k_steps, list(self._parts), self._values, whole)
+
+    def rows(self, table_id: int, keys: Keys) -> Rows:
+        """Returns this worker's own rows."""
+        return self._geo.rows(table_id, keys)
+
+    def ahead(self, table_id: int, keys: Keys) -> None:
+        """Does nothing: the rows are here."""
+
+    def check(self, is_step: bool = False) -> None:
+        """Does nothing: a write of the script is part of the difference that this worker sends."""
+
+    excuse = meeting = met = check
+
+    def put(self, gradients: Gradients, positions: Positions | None = None) -> None:
+        """Trains one step, and exchanges every ``k_steps`` steps."""
+        self._train_dense()
+        for table_id, gradient in gradients.items():
+            part = self._parts.get(table_id)
+            group = None if part is None else part.group
+            if group is not None and isinstance(gradient, Gradient):
+                self._geo.apply_sgd(table_id, gradient, float(group["lr"]))
+        if self._geo.next_exchanges():
+            self._exchange(self._geo.step)
+        else:
+            self._geo.step()
+
+    def flush(self) -> None:
+        """Exchanges now."""
+        self._exchange(self._geo.exchange)
+
+    def close(self) -> None:
+        """Makes lookups ask this worker again, which refuses; it has neither threads nor further connections."""
+        for module in self._served:
+            module.lookup.whole = None
+
+    abandon = close
+
+    def _exchange(self, exchange: Callable[[], Any]) -> None:
+        for part in self._plan.dense:
+            part.values(self._values[part.table_id])
+        exchange()
+        for part in self._plan.dense:
+            part.assign(self._values[part.table_id])

@@ -6,9 +6,8 @@ The dense tables on the servers are a copy that each save updates, so that the s
 
 from __future__ import annotations
 
-import io
-import threading
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from fleet.common.own_thread import OwnThread
+from fleet.common.plain_files import replacing
 from fleet.errors import CheckpointError, NanInfError, NotInitializedError
 from fleet.ps.client.client import Client, NothingLoaded
-from fleet.ps.files.archive import check_archive, check_parts
-from fleet.ps.files.row_file import open_plain, temporary_file
-from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
-from fleet.ps.worker.optimizer_state import check_state
+from fleet.ps.worker.dense_exchange import DenseExchange, TrainerGroup, check_same_round, not_finite
+from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig
-from fleet.ps.worker.trainer_group import TrainerGroup
+from fleet.ps.worker.untrained import read_state_file
 
 STATE_FILE = "trainer.pt"  # in a save: the state of the trainers' optimizer
 _FILE, _PROBLEM = b"1", b"0"  # before what trainer 0 has read, and before the reason why it has read nothing
@@ -96,7 +95,7 @@ class HybridTrainer(Trainer):
             PSError: a server is lost for longer than the deadline, or a trainer is gone.
         """
         exchange = self._running()
-        rows = self._gradients()
+        rows = self._gather_gradients()
         dense = self._own()
         self._average(rows, dense)
         # Gradients of rows leave once every trainer has computed with the old rows: a trainer that repeats a step after
@@ -120,26 +119,15 @@ class HybridTrainer(Trainer):
 
     def _stand(self, name: str, call: str, wish: str = "") -> str | None:
         """Stands at a barrier, and takes part in the steps of those that still train."""
-        failures: list[BaseException] = []
-        keys: list[str | None] = []
-
-        def stand() -> None:
-            try:
-                keys.append(self.client.barrier(name, call, wish))
-            except BaseException as error:
-                failures.append(error)
-
         # The servers must know that this trainer stands here while it still takes part in the others' steps.
-        standing = threading.Thread(target=stand, name="barrier", daemon=True)
+        standing = OwnThread(self.client.barrier, name, call, wish, name="barrier", say=None)
         standing.start()
         self._left = self._own().stand_by(leaving=False)
-        standing.join()
-        if failures:
-            raise failures[0]
-        return keys[0]
+        key: str | None = standing.result()
+        return key
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a restarted worker must know, and the number of updates it has made."""
+        """Returns the state that a restarted worker needs, and the number of its updates."""
         state = super().state_dict()
         return state if self._dense is None or self._client is None else {**state, "rounds": self._dense.rounds}
 
@@ -160,8 +148,8 @@ class HybridTrainer(Trainer):
             PSError: a server failed while it loaded, and may have a part. Dense parameters are as before.
         """
         client = self.client
-        dense = self._own()
         states: list[dict[Any, Any]] = []
+        found: list[dict[str, Tensor]] = []
 
         def act(key: str) -> int:
             if self._left:
@@ -170,7 +158,8 @@ class HybridTrainer(Trainer):
                     "hybrid training gives what was loaded to all of them. Load before the first one stops."
                 )
             if tables is None:
-                states.append(self._read_state(dirname, dense))
+                found.append(self._read_untrained(dirname))
+                states.append(self._read_state(dirname))
             return client.load(dirname, tables=tables, key=key)
 
         self._load_together(dirname, tables, act)
@@ -180,7 +169,8 @@ class HybridTrainer(Trainer):
             if part.table_id in values:
                 part.assign(values[part.table_id])
         if tables is None:
-            self._use_state(states[0] if states else self._read_state(dirname, dense))
+            self.plan.untrained.assign(found[0] if found else self._read_untrained(dirname))
+            self._use_state(states[0] if states else self._read_state(dirname))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -198,9 +188,16 @@ class HybridTrainer(Trainer):
         if client.config.rank == 0 and self._pending is None:
             super()._take_parameters(client)
 
+    def _take_origin(self, origin: str) -> None:
+        """Takes the buffers and the optimizer's state of the save."""
+        super()._take_origin(origin)
+        state = self._read_state(origin) if origin else {}
+        if state and self._pending is None:
+            self._use_state(state)
+
     def _take_loaded(self, client: Client) -> None:
         """Begins to exchange anew; the dense parameters are those of the trainers, not of the servers."""
-        self._forget_gradients()
+        self.plan.forget_gradients()
         self._restart_exchange(client)
 
     def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
@@ -230,45 +227,40 @@ class HybridTrainer(Trainer):
             client.wait(client.set_dense({part.table_id: part.values() for part in self.plan.dense}))
         if tables is None:
             Path(dirname).mkdir(parents=True, exist_ok=True)
-            with temporary_file(Path(dirname) / STATE_FILE) as file:
+            with replacing(Path(dirname) / STATE_FILE) as file:
                 torch.save(self._optimizer.state_dict()["state"], file)
 
-    def _read_state(self, dirname: str, dense: DenseExchange) -> dict[Any, Any]:
-        """Returns the optimizer state of the save, which trainer 0 reads; an empty one where it is absent, as is said.
+    def _file_of(self, path: Path, absent: str) -> bytes | None:
+        """Returns the file as trainer 0 has read it; its error is raised on every trainer."""
+        answer = b""
+        if self.client.config.rank == 0:
+            try:
+                found = super()._file_of(path, absent)
+                answer = b"" if found is None else _FILE + found
+            except CheckpointError as error:  # raised once the others know that there is nothing to load
+                answer = _PROBLEM + f"{error}".encode()
+        answer = self._own().share(answer)
+        if answer[:1] == _PROBLEM:
+            raise CheckpointError(answer[1:].decode())
+        return answer[1:] if answer else None
+
+    def _read_state(self, dirname: str) -> dict[Any, Any]:
+        """Returns the optimizer state of the save; an empty one where it is absent, as is said.
 
         Raises:
             CheckpointError: it is damaged, or that of other parameters; every trainer raises it.
         """
         path = Path(dirname) / STATE_FILE
-        answer = b""
-        if self.client.config.rank == 0:
-            try:
-                if path.exists():
-                    with open_plain(path) as file:
-                        answer = b"".join((_FILE, file.read()))
-                else:
-                    self.client.notify(f"{path} is absent: the optimizer of the dense parameters starts afresh")
-            except OSError as error:  # raised once the others know that there is nothing to load
-                answer = _PROBLEM + (f"{error}" if isinstance(error, CheckpointError) else f"{error}.").encode()
-        answer = dense.share(answer)
-        if not answer:
+        data = self._file_of(path, "the optimizer of the dense parameters starts afresh")
+        if data is None:
             return {}
-        kind, data = answer[:1], answer[1:]
+        state = read_state_file(f"{path}", data)
         try:
-            if kind == _PROBLEM:
-                raise CheckpointError(data.decode())
-            check_archive(io.BytesIO(data), f"{path}")
-            check_parts(io.BytesIO(data), f"{path}")
-            state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-            if not isinstance(state, dict) or any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
+            if any(isinstance(k, int) and not isinstance(state[k], dict) for k in state):
                 raise CheckpointError(f"{path} is not an optimizer state, which has a dict for each parameter.")
             check_state(f"{path}", state, self._optimizer, self.plan.dense)
         except CheckpointError as error:
             raise CheckpointError(f"{error} Nothing was loaded.") from error
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} is damaged, or not an optimizer state of this package. Nothing was loaded."
-            ) from error
         return state
 
     def _use_state(self, state: dict[Any, Any]) -> None:
@@ -276,3 +268,62 @@ class HybridTrainer(Trainer):
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.state.clear()
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+_REMEDY = "If only the optimizer differs, remove the file to begin with a new state."
+
+
+def check_state(label: str, state: Mapping[Any, Any], optimizer: Optimizer, parts: Sequence[DensePart]) -> None:
+    """Raises CheckpointError where ``state`` cannot be that of ``optimizer`` and the parameters it trains here.
+
+    What the optimizer holds already has the right names and shapes. Without it, torch's own optimizers keep tensors of
+    the parameter's shape and plain numbers, but for those that keep sums over rows or of all parameters.
+    """
+    names = {id(p): part.name_of(number) for part in parts for number, p in enumerate(part.parameters)}
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    is_known = is_known and not isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor)
+    held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for number, (parameter, group) in enumerate(held):
+        found = state.get(number, {})
+        if id(parameter) not in names or not found:
+            continue
+        place = f"parameter {number}, {names[id(parameter)]},"
+        own = optimizer.state.get(parameter, {})
+        kept = set(own) or (_kept_by(optimizer, group) if is_known else None)
+        if kept is not None and (not kept or kept - set(found)):
+            raise CheckpointError(
+                f"{label} has {_listed(set(found))} for {place} and {type(optimizer).__name__} keeps {_listed(kept)} "
+                f"here: this is the state of another optimizer. Load a save of this job. {_REMEDY}"
+            )
+        for key, value in found.items():
+            if not isinstance(value, Tensor):
+                continue
+            wanted = own.get(key)
+            if not isinstance(wanted, Tensor):
+                if not is_known or not value.ndim:
+                    continue
+                wanted = parameter
+            if value.shape != wanted.shape and not value.numel() == wanted.numel() == 1:
+                raise CheckpointError(
+                    f"{label}: {key!r} of {place} has the shape {list(value.shape)}; {type(optimizer).__name__} keeps "
+                    f"{list(wanted.shape)} for it here. Load a save of this model. {_REMEDY}"
+                )
+
+
+def _kept_by(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+    """Returns the names of the state that an optimizer of torch keeps for a parameter; ``None`` if unknown."""
+    kind: Any = type(optimizer)
+    options = {name: group[name] for name in inspect.signature(kind).parameters if name in group and name != "params"}
+    one = torch.zeros(1, requires_grad=True)
+    one.grad = torch.zeros(1)
+    try:
+        with torch.no_grad():
+            alike = kind([one], **options)
+            inspect.unwrap(kind.step)(alike)  # without the hooks that watch the steps of the job
+    except (RuntimeError, TypeError, ValueError):  # it needs a GPU, a closure or sparse gradients
+        return None
+    return set(alike.state[one])
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"

@@ -46,6 +46,7 @@ class LocalRows:
     """
 
     trains = False  # whether gradients are sent back
+    asked = 0
 
     def __init__(self, config: SparseTableConfig) -> None:
         self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
@@ -65,6 +66,9 @@ class TrainedRows:
         rows: returns a fresh float32 [n, dim] array of the rows of distinct keys.
         ahead: requests the rows of the next step; returns ``None`` where they are here already.
         is_open: whether the servers can be asked.
+
+    Attributes:
+        asked: the number of rows that lookups have asked for.
     """
 
     trains = True
@@ -75,6 +79,7 @@ class TrainedRows:
         self.rows = rows
         self.ahead = ahead
         self.is_open = is_open
+        self.asked = 0
 
     def refuse(self, reason: str) -> None:
         """Makes every request raise ConfigError from now on."""
@@ -125,7 +130,7 @@ class RowLookup:
 
     source: RowSource | None
     whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
-    # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to what the servers have now.
+    # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to the servers' rows of now.
     # Only lookups that train read it.
     bring: Callable[[bool], None] | None
     is_copy = False  # of the lookup of another module, with the same table
@@ -150,9 +155,14 @@ class RowLookup:
         assert self.source is not None
         keys, inverse = self._distinct(ids)
         found = self._arrived(keys) if self._coming else None
-        rows, places = torch.from_numpy(self.source.rows(keys) if found is None else found), torch.from_numpy(inverse)
+        if found is None:
+            self.source.asked += len(keys)
+            found = self.source.rows(keys)
+        rows = torch.from_numpy(found)
+        places = torch.from_numpy(inverse)
         if device.type != "cpu":
-            rows, places = rows.to(device), places.to(device)
+            rows = rows.to(device)
+            places = places.to(device)
         if trained and torch.is_grad_enabled():
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, places
@@ -178,6 +188,7 @@ class RowLookup:
             return
         keys = self._distinct(ids)[0]
         coming = self.source.ahead(keys)
+        self.source.asked += len(keys)
         if coming is not None:
             self._coming.append((keys, coming))
 

@@ -5,14 +5,14 @@ others, is brought from the servers: with the answer to each push (sync), or in 
 are (async).
 
 [Note: How old a replica may be]
-Async: the answer to a push of the sending thread has what has changed; the next ones do not for three times as long as
+Async: the answer to a push of the sending thread has the changed rows; the next ones do not for three times as long as
 that took. Where threads share the work, one asks after its pushes, and rests nine times as long. A lookup that
-finds its rows older than ``old_s`` asks itself. What arrives waits for the next lookup, in whichever thread of the
-script it is; the sending thread writes to no weight. Sync: the answer to a push has all that the step changed, and
+finds its rows older than ``old_s`` asks itself. Arrived rows wait for the next lookup, in any thread of the
+script; the sending thread writes to no weight. Sync: the answer to a push has all that the step changed, and
 nobody steps without this worker unless it stands at a barrier.
 
-In both, the first lookup after a flush or a barrier asks: it sees what all workers pushed before. Lookups without
-gradients do not read replicas: they evaluate, and no push of this worker would bring changes meanwhile.
+In both, the first lookup after a flush or a barrier asks: it sees all earlier pushes of all workers. Lookups without
+gradients do not read replicas: they evaluate, and no push of this worker would bring changes until they are done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
 OLD_S = 0.2
-_MOST_WORKERS = 4  # each receives what all of them change; with more, the rows of its own batches are fewer
+_MOST_WORKERS = 4  # each receives the changes of all; with more workers, the rows of one's batches are fewer
 _REST_TIMES = 9.0
 _PUSH_REST_TIMES = 3.0  # the push takes most of that time; after a large one the sender rests for longer
 
@@ -64,8 +64,8 @@ class RowReplicas:
 
     Args:
         client: open; it knows the tables. One thread after the other uses it here.
-        modules: by table, what reads its own weight, float32 [n, dim] on the CPU, with the ids 0 to n - 1; the weights
-            become the servers' rows.
+        modules: by table, the module whose weight is the replica, float32 [n, dim] on the CPU, with the ids 0 to
+            n - 1; the weights become the servers' rows.
         old_s: a lookup asks if it finds the rows older.
         before_lookup: called first.
     """
@@ -79,7 +79,7 @@ class RowReplicas:
     ) -> None:
         self._client = client
         self._modules = list(modules.values())
-        self._weights: dict[int, Tensor] = {}  # no arrays of them: share_memory_() moves what a tensor holds
+        self._weights: dict[int, Tensor] = {}  # and no arrays of them: share_memory_() gives a tensor other memory
         for table_id, module in modules.items():
             assert module.lookup.whole is not None
             self._weights[table_id] = module.lookup.whole.detach()
@@ -87,7 +87,7 @@ class RowReplicas:
         self._old_s = old_s
         self._before_lookup = before_lookup
         self._asking = threading.Lock()  # answers stay in the order in which the servers gave them
-        self._writing = threading.Lock()  # older rows go into the weights before newer ones, whichever threads look up
+        self._writing = threading.Lock()  # older rows go in before newer ones, also if several threads look up
         self._arrived: deque[dict[int, tuple[Keys, Rows]]] = deque()
         self._received_at = self._expired_at = self._rests_until = 0.0
         self._is_incomplete = False
@@ -95,11 +95,11 @@ class RowReplicas:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last answer that a thread which does not train has received is no longer recent."""
+        """Whether the last answer to a thread that does not train is old enough for another question."""
         return time.monotonic() > self._rests_until
 
     def receive(self) -> None:
-        """Asks for what has changed, if that :attr:`is_due`; for a thread that does not train."""
+        """Asks for the changed rows if they are due; for a thread that does not train."""
         if self.is_due:
             with self._asking:
                 self._ask()
@@ -128,7 +128,7 @@ class RowReplicas:
     def pushing(self) -> Iterator[TakeChanged]:
         """Yields what takes the answers to a push that is made and waited for inside; the weights have their rows then.
 
-        Other threads ask nothing meanwhile: an answer to them might hold older rows.
+        Other threads ask nothing until the end: an answer to them might hold older rows.
         """
         with self._asking:
             yield self._take
@@ -140,6 +140,7 @@ class RowReplicas:
         for table_id, (_, rows) in changes.items():
             if table_id not in self._weights or rows.shape[1] != self._weights[table_id].shape[1]:
                 raise MessageError(f"unexpected rows of table {table_id} in the answer to a push.")
+        # Copies: the buffer of the answer is used again for the next one.
         self._arrived.append({table_id: (ids.copy(), rows.copy()) for table_id, (ids, rows) in changes.items()})
         # A server that came back, or one whose rows are more than one message holds, leaves a table out.
         self._is_incomplete |= len(changes) < len(self._weights)
@@ -156,6 +157,7 @@ class RowReplicas:
     def _write(self) -> None:
         while self._arrived:
             with self._writing:
+                # Asked again: another thread may have written the last ones while this one waited for the lock.
                 for table_id, (ids, rows) in self._arrived.popleft().items() if self._arrived else ():
                     self._weights[table_id].numpy()[ids] = rows
 
@@ -171,6 +173,7 @@ class RowReplicas:
         self.bring(math.inf)
 
     def _ask_anew(self) -> None:
+        # The watch comes first: changes during the reading of the rows are noted for the next question.
         self._client.watch(list(self._weights))
         self._ask_all()
         self._is_incomplete = False
@@ -185,7 +188,7 @@ class RowReplicas:
         self._note_answer(began, _REST_TIMES)
 
     def _note_answer(self, began: float, times: float) -> None:
-        """Notes that the rows are those of ``began``; the next question rests so many ``times`` what this one took."""
+        """Notes that the rows are those of ``began``; the next question waits ``times`` as long as this one took."""
         self._received_at = began
         now = time.monotonic()
         self._rests_until = now + min(times * (now - began), OLD_S)

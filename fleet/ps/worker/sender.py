@@ -1,6 +1,6 @@
 """AsyncSender: gradients leave in the background, merged by sum, as ``a_sync_configs`` says.
 
-Each table has a queue. ``put`` blocks while a queue is full; threads take what has arrived, sum it and push the sum.
+Each table has a queue. ``put`` blocks while a queue is full; threads take the arrived gradients and push their sum.
 With SGD k merged gradients equal k separate updates; rules with state see one larger gradient instead. So a table of
 plain SGD is merged even where ``max_merge_var_num`` is 1: what arrived while the sender was busy is one push.
 
@@ -12,7 +12,7 @@ A step that pulls rows waits for the servers, so the sender keeps pace with it. 
 would fill the queues with gradients of old rows; :meth:`AsyncSender.keep_up` makes it wait.
 
 Where the servers bound staleness they have to know which steps of this worker are applied completely. Tables leave at
-their own pace, so a push does not say; after it the sender reports the last step of which nothing waits.
+their own pace, so a push does not say; after it the sender reports the last step without waiting gradients.
 
 [Note: From put to push]
 Everything here changes under ``_changed``; nothing is sent while it is held. A table belongs to one thread
@@ -25,6 +25,7 @@ server could not recognise them by their step. What fails in a thread is raised 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.merge import merge_gradients, with_distinct_ids
@@ -45,15 +47,17 @@ Push = Callable[..., Ticket]  # a push to be made, with what takes its answer: `
 
 _POLL_S = 0.01
 # After a push of at least so many bytes of dense gradients the sender rests, for this multiple of the time that the
-# exchange took, but no longer than the limit: the push may have waited for a server to come back.
-_REST_BYTES, _REST_TIMES, _REST_AT_MOST_S = 1 << 18, 12.0, 1.0
+# exchange took, and at most for the limit: the push may have waited for a server to come back.
+_REST_BYTES = 1 << 18
+_REST_TIMES = 12.0
+_REST_AT_MOST_S = 1.0
 
 
 class LateGradient(Protocol):
     """A dense gradient that is read when it is put, so that it can be added without a copy."""
 
     def gradients(self) -> Rows | None:
-        """Returns it as a fresh flat array; ``None`` when there is none."""
+        """Returns the gradient as a fresh flat array; ``None`` if backward left none."""
 
     def add_gradients(self, total: Rows) -> None:
         """Adds it to a flat array."""
@@ -109,7 +113,7 @@ class StepCount:
     sending: dict[int, int] = field(default_factory=dict)  # the first step each thread has taken and not sent yet
 
     def done(self, queues: Iterable[GradientQueue]) -> int:
-        """Returns the last step of which nothing waits or is being sent."""
+        """Returns the last step whose gradients, and all before them, have been sent and answered."""
         firsts = [queue[0].first for queue in queues if queue]
         return min([self.put + 1, *firsts, *self.sending.values()]) - 1
 
@@ -133,7 +137,7 @@ def sum_waiting(client: Client, table_id: int, items: Sequence[Waiting]) -> Grad
 
 
 def by_step(taken: Mapping[int, list[Waiting]]) -> dict[int, dict[int, list[Waiting]]]:
-    """Returns what was taken, by the last step of each table's items, in the order of the steps."""
+    """Returns the collected gradients by the last step of each table's items, in the order of the steps."""
     groups: dict[int, dict[int, list[Waiting]]] = {}
     for table, items in taken.items():
         groups.setdefault(items[-1].step, {})[table] = items
@@ -147,7 +151,7 @@ class SenderConfig:
     Args:
         max_merge_var_num: the most gradients of a table in one push.
         send_queue_size: the most gradients of a table that may wait; ``put`` blocks beyond.
-        send_wait_times: polls of 10 ms without a new gradient before what is there is sent.
+        send_wait_times: polls of 10 ms without a new gradient before the waiting ones are sent.
         thread_pool_size: sending threads; a table always belongs to the same one.
         independent_recv_thread: receive parameters in their own thread, not in the sending thread after a send.
         min_send_grad_num_before_recv: how many gradients are sent between two receives of parameters.
@@ -216,16 +220,13 @@ class AsyncSender:
         steps = max((client.step for client in clients), default=0)
         self._count = StepCount(put=steps, told=steps) if clients[0].staleness is not None else None
         self._positions: deque[tuple[int, Positions]] = deque()  # of streams, by step, from the last one told on
-        self._failure: BaseException | None = None
-        self._stopping = self._flushing = False
+        self._stopping = self._flushing = self._aborted = False
         self._threads = [
-            threading.Thread(target=self._guard, args=(self._send_loop, index), name=f"sender {index}", daemon=True)
+            OwnThread(self._send_loop, index, name=f"sender {index}", say=self._say, then=self._wake)
             for index in range(config.thread_pool_size)
         ]
         if config.independent_recv_thread and receive is not None:
-            self._threads.append(
-                threading.Thread(target=self._guard, args=(self._receive_loop, -1), name="receiver", daemon=True)
-            )
+            self._threads.append(OwnThread(self._receive_loop, -1, name="receiver", say=self._say, then=self._wake))
         for thread in self._threads:
             thread.start()
 
@@ -252,7 +253,7 @@ class AsyncSender:
                 queue = self._queues.get(table_id)
                 if queue is None:
                     raise ConfigError(f"table {table_id!r} is not known to this worker.")
-                while queue.waiting >= self.config.send_queue_size and not (self._failure or self._stopping):
+                while queue.waiting >= self.config.send_queue_size and not (self._has_failed() or self._stopping):
                     self._changed.wait()
                 self._check()
                 self._append(table_id, queue, value, step)
@@ -266,12 +267,11 @@ class AsyncSender:
         Raises:
             PSError: a server is lost.
         """
-        if self.config.max_merge_var_num > 1 or (self._failure is None and self._rests()):
+        if self.config.max_merge_var_num > 1 or (not self._has_failed() and self._rests()):
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._stopping or not self._waits() or self._rests())
-            if self._failure is not None:
-                raise self._failure
+            self._changed.wait_for(lambda: self._has_failed() or self._stopping or not self._waits() or self._rests())
+            self._check_threads()
 
     def _rests(self) -> bool:
         now = time.monotonic()
@@ -300,6 +300,8 @@ class AsyncSender:
     def _append(self, table_id: int, queue: GradientQueue, value: Gradient | Rows | LateGradient, step: int) -> None:
         if isinstance(value, Gradient | np.ndarray):
             queue.add(Waiting(step, value))
+        # Added in place: a dense gradient is as large as the parameters, and a copy per step would cost more than the
+        # sum.
         elif queue and self._takes_more(table_id, queue[-1]):
             value.add_gradients(queue[-1].value)
             queue.add_to_last(step)
@@ -318,15 +320,14 @@ class AsyncSender:
         with self._changed:
             self._flushing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failure or not (self._waits() or self._has_news()))
+            self._changed.wait_for(lambda: self._has_failed() or not (self._waits() or self._has_news()))
             self._flushing = False
-            if self._failure is not None:
-                raise self._failure
+            self._check_threads()
 
     def stop(self) -> None:
         """Sends what waits and ends the threads; the clients stay open."""
         try:
-            if self._failure is None:
+            if not self._has_failed():
                 self.flush()
         finally:
             with self._changed:
@@ -336,32 +337,41 @@ class AsyncSender:
                 thread.join()
 
     def abort(self) -> None:
-        """Ends the threads without sending what waits; the clients must be closed already."""
+        """Ends the threads without sending what waits, and closes the clients."""
         with self._changed:
-            self._failure = self._failure or PSError("this sender has been stopped.")
-            self._stopping = True
+            self._stopping = self._aborted = True
             for queue in self._queues.values():
                 while queue:
                     queue.take()
             self._changed.notify_all()
+        for client in self._clients:
+            client.close()  # a thread that waits for a server ends
         for thread in self._threads:
             thread.join()
 
     # -- threads -------------------------------------------------------------------------------------------------
 
+    def _has_failed(self) -> bool:
+        return self._aborted or any(thread.failure is not None for thread in self._threads)
+
+    def _check_threads(self) -> None:
+        if self._aborted:
+            raise PSError("this sender has been stopped.")
+        for thread in self._threads:
+            thread.check()
+
     def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._check_threads()
         if self._stopping:
             raise PSError("this sender has been stopped.")
 
-    def _guard(self, loop: Callable[[int], None], index: int) -> None:
-        try:
-            loop(index)
-        except BaseException as error:  # raised in the training thread
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _say(self, sentence: str) -> None:
+        if not self._aborted:  # else its client was closed for it to end
+            logging.getLogger("FLEET").error(sentence)
 
     def _send_loop(self, index: int) -> None:
         client = self._clients[index]
@@ -373,6 +383,8 @@ class AsyncSender:
                 self._busy[index] = True
                 taken = self._collect(index, self._boundary(client))
                 if taken and self._count is not None:
+                    # The queues do not show these steps any more, and done() must not count them before they are
+                    # answered.
                     self._count.sending[index] = min(item.first for items in taken.values() for item in items)
                 self._changed.notify_all()
             began = time.monotonic()
@@ -383,10 +395,10 @@ class AsyncSender:
                 self._changed.notify_all()
 
     def _send(self, index: int, client: Client, taken: Mapping[int, list[Waiting]]) -> None:
-        """Pushes what was taken, and receives parameters if that is due."""
+        """Pushes collected gradients, and receives parameters if that is due."""
         count = sum(item.count for items in taken.values() for item in items)
         groups = by_step(taken)
-        # Only one thread sends where there is an exchange, so nobody else counts meanwhile.
+        # Only one thread sends where there is an exchange, so no other one changes the count.
         last = max(groups, default=0) if self._exchange is not None and self._receive_due(count) else 0
         for step, group in groups.items():
             total = {table: sum_waiting(client, table, items) for table, items in group.items()}
@@ -417,7 +429,7 @@ class AsyncSender:
         return self._count is not None and self._count.done(self._queues.values()) < self._count.wanted
 
     def _tell(self, index: int, client: Client) -> None:
-        """Tells the servers the last step of which they have everything, where staleness is bounded."""
+        """Tells the servers the last step that they have completely, where staleness is bounded."""
         if self._count is None:
             return
         with self._changed:
@@ -426,12 +438,13 @@ class AsyncSender:
             if done <= self._count.told:
                 return
             self._count.told = done
+            # The entry at or before ``done`` stays: it holds for the steps up to the next entry.
             while len(self._positions) > 1 and self._positions[1][0] <= done:
                 self._positions.popleft()
         client.wait(client.push({}, step=done, positions=self._positions_at(done)))
 
     def _positions_at(self, step: int) -> Positions | None:
-        """Returns what the gradients up to ``step`` hold of the streams; ``None`` where no stream is read."""
+        """Returns the stream positions of the gradients up to ``step``; ``None`` where no stream is read."""
         with self._changed:
             return next((positions for put, positions in reversed(self._positions) if put <= step), None)
 
@@ -441,6 +454,7 @@ class AsyncSender:
         mine = self._mine[index]
         merges = self.config.max_merge_var_num > 1
         while polls < self.config.send_wait_times and not (self._is_urgent() or self._full(mine)):
+            # Without merging, a rest is the only reason to wait for more gradients.
             wait_s = _POLL_S if merges else self._resting_until[index] - time.monotonic()
             if wait_s <= 0:
                 break
@@ -548,6 +562,7 @@ class HalfAsyncSender:
         if not self._batches:
             return
         client = self._client
+        # Emptied before the push: after a failure the next flush must not push the same gradients again.
         waiting = self._waiting
         self._waiting = {}
         self._batches = 0

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
 from fleet.ps.table.ids import in_pieces, sum_rows
@@ -59,7 +60,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         """Attaches the module to its table, which ``sparse_table_configs`` may have changed.
 
         Raises:
-            ConfigError: the table would change what a pulled row contains.
+            ConfigError: the table would give pulled rows other columns than the weight has.
         """
         own = self.table_config(config.rule, config.name)
         if config.initializer != own.initializer or (config.accessor is not None and config.accessor.pulls_counters):
@@ -80,6 +81,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
     def _new_lookup(self, *, keeps_shows: bool = False) -> RowLookup:
         return RowLookup(self.lookup.label, keeps_shows=keeps_shows, skipped=self.padding_idx, in_weight=True)
 
+    @outside_graphs
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of ``input``."""
         lookup = self.lookup
@@ -87,7 +89,8 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             return super().forward(input)
         with as_plain():
             weight = self.weight
-            device, trained = weight.device, weight.requires_grad
+            device = weight.device
+        trained = weight.requires_grad
         if lookup.whole is not None and (lookup.bring is None or (trained and torch.is_grad_enabled())):
             if lookup.bring is not None:
                 lookup.bring(False)
@@ -167,7 +170,8 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
     def refresh(self) -> None:
         """Copies the servers' rows into the weight, invisibly to autograd."""
         lookup = self.lookup
-        source, whole = lookup.source, lookup.whole
+        source = lookup.source
+        whole = lookup.whole
         if source is None:
             return
         with as_plain():
@@ -210,7 +214,8 @@ def check_embeddings(model: nn.Module) -> None:
         if id(parameter) in used and _is_sparse(model.get_submodule(used[id(parameter)].rpartition(".")[0])):
             raise ConfigError(
                 f"{used[id(parameter)]} and {name} are the same parameter, and the first is served from a table of "
-                "sparse rows. Use nn.Embedding(sparse=False) for weights that other modules use."
+                "sparse rows. Use nn.Embedding(sparse=False) for weights that other modules use, and leave them out of "
+                "a_sync_configs['sparse_modules'] and ['unbounded_modules']."
             )
         used.setdefault(id(parameter), name)
     for name, module in model.named_modules():

@@ -93,6 +93,7 @@ class WatchesWeight(nn.Module):
         return self._parameters.get("weight") is not own
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy watches another weight, see __setstate__; here it would be a second parameter in the file.
         return {name: value for name, value in self.__dict__.items() if name != "own_weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +111,7 @@ class WatchesWeight(nn.Module):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Adds a parameter; one that stands for the weight is refused while the servers have the rows."""
+        """Adds a parameter; a replacement of the weight is refused while the servers have the rows."""
         if name.startswith("weight"):  # pruning makes weight_orig
             self._refuse_while_served(f"register_parameter({name!r})", "weight")
         super().register_parameter(name, param)
@@ -118,6 +119,7 @@ class WatchesWeight(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with as_plain():
             if self._is_served():
+                # An empty slice shows the new dtype and converts no rows.
                 self._check_dtype(fn(self.weight.detach()[:0]).dtype)
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -172,6 +174,7 @@ def _changes(name: str) -> Callable[[Any, Any], Any]:
 def _reads(name: str) -> Callable[[Any, Any], Any]:
     def read(self: Any, other: Any) -> Any:
         found = getattr(Tensor, name)(self, other)
+        # The operator has swallowed the ConfigError of the weight, which is a TypeError: raise it here.
         if found is NotImplemented:
             self._prepare(name, False)
         return found
@@ -232,7 +235,8 @@ class ServedWeight(_Operators, nn.Parameter):
                 "parameter servers. Differentiate with respect to the rows that the lookup returns."
             )
         if module.holds_rows:
-            if torch.is_grad_enabled() and self.requires_grad and len(self) > MANY_ROWS:
+            is_trained = torch.is_grad_enabled() and self.requires_grad and name != "detach"  # which state_dict calls
+            if is_trained and len(self) > MANY_ROWS:
                 _warn_of_size(module, name, len(self))
             module.refresh()
         elif name not in _SHOWS and not averages:
@@ -242,7 +246,11 @@ class ServedWeight(_Operators, nn.Parameter):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})  # the module knows what it is
+        return torch._utils._rebuild_parameter, (
+            self.data,
+            self.requires_grad,
+            {},
+        )  # the module serves it again
 
 
 class ServedRows(_Operators, Tensor):

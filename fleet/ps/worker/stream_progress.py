@@ -1,4 +1,4 @@
-"""StreamProgress: how far this worker has read its streams, what the next push says of it, and where to go on."""
+"""StreamProgress: how far this worker has read its streams, the positions of the next push, and where to go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Resumption:
     Args:
         offsets: up to here every table of every server has the events.
         again: steps that only some servers or tables have, ascending, each with the offsets that it reached.
-        lost: what is wrong where some servers went on without such a step; empty otherwise.
+        lost: the reason why the job cannot go on where some servers lack such a step; empty otherwise.
     """
 
     offsets: Offsets = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Resumption:
 
 
 def resumption_of(welcomes: Sequence[Mapping[str, Any]]) -> Resumption:
-    """Returns where the worker goes on, from what each server said in its welcome.
+    """Returns where the worker goes on, by the welcomes of the servers.
 
     Example:
         >>> at = lambda step, offset: [step, {"clicks": {"0": offset}}]
@@ -134,6 +134,6 @@ class StreamProgress:
         return self.again[0] - 1 if self.again else max(self._step, done)
 
     def positions(self) -> Positions | None:
-        """Returns what the next push carries, which ends a step; ``None`` where nothing is read."""
+        """Returns the positions for the next push, which ends a step; ``None`` where no stream is read."""
         self.is_open = False
         return {source: dict(ranges) for source, ranges in self._ranges.items()} or None

@@ -12,6 +12,7 @@ from fleet.ps.table.bounds import BOUND_KEYS, bounds_of
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import PADDLE_RULES, RULES, Rule, rule_from_paddle
+from fleet.ps.worker.table_spellings import from_paths, is_dotted
 
 _STATISTICS = tuple(f.name for f in fields(Accessor) if f.name not in ("kind", "zero_init", "create_by_score"))
 # What makes a table one of Paddle's: adagrad divides by shows. A rate, bounds or a range alone change no statistics.
@@ -71,11 +72,14 @@ def configure_table(config: SparseTableConfig, settings: Mapping[str, Any] | Non
             f"{dict(config.bounds.as_dict())}. Write the limit in one place."
         )
     config = replace(config, bounds=bounds or config.bounds)
+    is_whole = not is_dotted(settings)
     settings = {key: value for key, value in settings.items() if key not in BOUND_KEYS}
     if bounds is not None and not settings:
         return config  # a limit alone changes neither statistics nor rule
+    if not is_whole:
+        settings = from_paths(config.name, settings)
     _check_keys(config.name, settings)
-    accessor = _accessor(config, settings)
+    accessor = _accessor(config, settings, is_whole=is_whole)
     rule = _rule(config, settings, "embedx_")
     embed = _rule(config, settings, "embed_")
     made = replace(
@@ -126,17 +130,19 @@ def _check_keys(table: str, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _accessor(config: SparseTableConfig, settings: Mapping[str, Any]) -> Accessor | None:
+def _accessor(config: SparseTableConfig, settings: Mapping[str, Any], *, is_whole: bool) -> Accessor | None:
     """Returns the accessor that the settings describe; the module's own where they describe none.
 
-    One that is described has the documented values for what is not named; the module's keeps its own.
+    What is not named has documented values where the settings describe a whole table, and the module's where it has an
+    accessor.
     """
     if not any(key in _OF_ACCESSOR or key.startswith(("embed_", "embedx_")) for key in settings):
         return config.accessor
     values = {key: settings[key] for key in (*_STATISTICS, "zero_init") if key in settings}
     kind = settings.get("sparse_accessor_class")
     if config.accessor is None:
-        accessor = documented_accessor("SparseAccessor" if kind is None else kind, **values)
+        made = documented_accessor if is_whole else Accessor
+        accessor = made("SparseAccessor" if kind is None else kind, **values)
     else:
         accessor = replace(config.accessor, **({} if kind is None else {"kind": kind}), **values)
     accessor.check_dim(config.dim, settings.get("embedx_dim"))

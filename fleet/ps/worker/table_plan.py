@@ -7,19 +7,22 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
+from fleet.ps.client.merge import merge_gradients
+from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import LEARNING_RATE, Rule
-from fleet.ps.worker.dense_part import DensePart, GroupPlace
-from fleet.ps.worker.dense_watch import DenseWatch, MaskOf
+from fleet.ps.worker.dense_part import DensePart, DenseWatch, GroupPlace, MaskOf
 from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.optimizer_rules import rule_of_group
 from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.worker.untrained import Untrained
 
 Configure = Callable[[SparseTableConfig], SparseTableConfig]
 FLAT = "dense"
@@ -75,6 +78,7 @@ class TablePlan:
     optimizer: Optimizer | None = None
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
     mask_of: MaskOf | None = None
+    models: Sequence[nn.Module] = ()
     _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -84,8 +88,14 @@ class TablePlan:
         return dict.fromkeys(part.table_id for part in self.dense)
 
     @cached_property
+    def untrained(self) -> Untrained:
+        """The buffers of the models, and their parameters that are in no table."""
+        trained, rows = self._trained
+        return Untrained(self.models, rows.union(trained))
+
+    @cached_property
     def watch(self) -> DenseWatch:
-        """Notices what a script writes into the dense parameters."""
+        """Notices writes of a script into the dense parameters."""
         return DenseWatch(self.dense, self.mask_of)
 
     def check_trained(self) -> None:
@@ -123,9 +133,59 @@ class TablePlan:
             others = [p for p in held if id(p) not in known and id(p) not in rows]
             parts = [(p, known[id(p)]) for p in held if id(p) in known]
             moved = [(p, part) for p, part in parts if not part.config.adds_up and part.follows]
-            self._watched_key, self._watched_found = key, (others, moved)
+            self._watched_key = key
+            self._watched_found = (others, moved)
         found: tuple[list[nn.Parameter], list[tuple[nn.Parameter, DensePart]]] = self._watched_found
         return found
+
+    @property
+    def parts(self) -> list[SparsePart | DensePart]:
+        """All tables."""
+        return [*self.sparse, *self.dense]
+
+    def gather_gradients(self, dense: Sequence[DensePart]) -> tuple[dict[int, Gradient | Rows], int]:
+        """Returns the gradients that backward left for rows and for ``dense``, and how many rows lookups had.
+
+        The modules of one table give one gradient. Lookups start anew, so that no gradient is gathered twice.
+        """
+        gradients: dict[int, Gradient | Rows] = {}
+        rows = 0
+        for table in self.sparse:
+            each = [module.lookup.take() for module in table.modules]
+            each += [m.take_other_gradient() for m in table.modules if isinstance(m, ServedEmbedding)]
+            some = [gradient for gradient in each if gradient is not None]
+            if some and table.place is not None:
+                rows += sum(len(gradient.ids) for gradient in some)
+                keeps_shows = table.config.accessor is not None
+                gradients[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
+        for part in dense:
+            values = part.gradients()
+            if values is not None:
+                gradients[part.table_id] = values
+        return gradients, rows
+
+    def forget_gradients(self) -> None:
+        """Drops the gradients of rows and dense parameters that no step has gathered."""
+        for table in self.sparse:
+            for module in table.modules:
+                module.forget_gradients()
+        for part in self.dense:
+            for parameter in part.parameters:
+                parameter.grad = None
+
+    def not_finite(self, gradients: Mapping[int, Gradient | Rows]) -> str:
+        """Returns a sentence that names the first NaN or Inf of ``gradients``, by table id; "" where all are finite."""
+        names = {part.table_id: part.config.name for part in self.parts}
+        for table_id, value in gradients.items():
+            if isinstance(value, Gradient):
+                bad = np.flatnonzero(~np.isfinite(value.rows).all(axis=1))
+                what = f"key {value.ids[bad[0]]}" if len(bad) else ""
+            else:
+                bad = np.flatnonzero(~np.isfinite(value))
+                what = f"element {bad[0]}" if len(bad) else ""
+            if what:
+                return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
+        return ""
 
     def shrinking(self, threshold: float | None) -> list[SparsePart]:
         """Returns the tables that a shrink acts on: those with a criterion, whose rows can be made again.
@@ -220,8 +280,8 @@ def plan_tables(
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    plan = TablePlan(optimizer=optimizer, mask_of=mask_of)
     models = list(models)
+    plan = TablePlan(optimizer=optimizer, mask_of=mask_of, models=models)
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     stands_for_rows = set()
     for name, module in _embeddings(models):

@@ -10,38 +10,44 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-import numpy as np
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fleet.errors import ConfigError, NanInfError, NotInitializedError, PSError, UnsupportedOptionError
+from fleet.errors import (
+    ConfigError,
+    NanInfError,
+    NotInitializedError,
+    PSError,
+    UnsupportedOptionError,
+)
 from fleet.ps.client.client import Client, NothingLoaded
-from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.rules import LEARNING_RATE
 from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH
+from fleet.ps.worker.async_exchange import AsyncExchange, HalfAsyncExchange
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.dense_part import DensePart
-from fleet.ps.worker.exchange_modes import (
-    AsyncExchange,
-    GeoExchange,
-    HalfAsyncExchange,
-    ServerExchange,
-    SyncExchange,
-    check_mode,
-)
-from fleet.ps.worker.initial_values import give_initial_values, wait_for_values
+from fleet.ps.worker.exchange_modes import ServerExchange, SyncExchange, check_mode
+from fleet.ps.worker.geo import GeoExchange
+from fleet.ps.worker.joining import check_nothing_lost, give_initial_values, rejoin, wait_for_values
 from fleet.ps.worker.lookup import ComingRows, TrainedRows
 from fleet.ps.worker.sender import SenderConfig
 from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
-from fleet.ps.worker.table_plan import SparsePart, TablePlan
+from fleet.ps.worker.table_plan import TablePlan
+from fleet.ps.worker.untrained import read_local_file, warn_unlike
 
 _OPEN: weakref.WeakSet[Trainer] = weakref.WeakSet()
 _ENDS = {"load": (NothingLoaded, "loaded"), "save": (PSError, "saved"), "shrink": (PSError, "deleted")}
-START, READY, SAVE = "fleet.start", "fleet.ready", "fleet.save"
+# Names of barriers. The workers count each name apart, so a save cannot meet the start of another process.
+START = "fleet.start"
+READY = "fleet.ready"
+SAVE = "fleet.save"
+BUFFERS = "fleet.buffers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +107,9 @@ class Trainer:
         self._exchange: ServerExchange | None = None
         self._streams: StreamProgress | None = None
         self.lost_ranks: LostRanks | None = None  # where this worker reads the streams of those that were lost
-        self.stopped = False
-        self.counts = {"pulled": 0, "pushed": 0}  # rows
+        self._said_unlike = self.stopped = False
+        self._sources: dict[int, TrainedRows] = {}  # by table: where lookups get its rows
+        self._pushed = 0  # rows
 
     @property
     def client(self) -> Client:
@@ -134,14 +141,18 @@ class Trainer:
             client.barrier(START, self.config.user_call())
         wait_for_values(client, self.plan)  # the barrier does not wait for a worker 0 whose lease has ended
         self._take_parameters(client)
+        self._take_origin(client.stat()[0]["origin"])
         if self.config.launch_barrier:
             client.barrier(READY, self.config.user_call())  # nobody trains before all have the same parameters
         rejoin(client, self._pending)  # after the barriers of the start, which a restarted worker passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
-            ask, ask_ahead = partial(self.rows, table.table_id), partial(self.rows_ahead, table.table_id)
+            ahead = partial(self.rows_ahead, table.table_id)
+            source = TrainedRows(self._refuse_rows, ahead, lambda: self._exchange is not None)
+            self._sources[table.table_id] = source
             for module in table.modules:
-                module.lookup.source = TrainedRows(ask, ask_ahead, lambda: self._exchange is not None)
+                module.lookup.source = source
+        self._connect_lookups()
         self.drop_gradients()
         _OPEN.add(self)
 
@@ -162,8 +173,10 @@ class Trainer:
         self.stopped = True
         if self.lost_ranks is not None:
             self.lost_ranks.end()
+        # Lookups are disconnected before the exchange ends, so that none of them asks a closed client.
         exchange = self._exchange
         self._exchange = None
+        self._connect_lookups()
         if exchange is not None:
             exchange.abandon()
         if self._client is not None:
@@ -171,16 +184,10 @@ class Trainer:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def rows(self, table_id: int, keys: Keys) -> Rows:
-        """Returns the rows of distinct ``keys``."""
-        self.counts["pulled"] += len(keys)
-        return self._running().rows(table_id, keys)
-
     def rows_ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
         """Requests the rows of distinct ``keys`` for the next step, while this one is computed."""
         if self._streams is not None:
             self._streams.check_ahead()
-        self.counts["pulled"] += len(keys)
         return self._running().ahead(table_id, keys)
 
     def step(self) -> None:
@@ -192,7 +199,8 @@ class Trainer:
         """
         exchange = self._running()
         exchange.check(is_step=True)
-        gradients = self._gradients(dense=self.config.check_finite or not exchange.reads_grad)
+        reads_dense = self.config.check_finite or not exchange.reads_grad
+        gradients = self._gather_gradients(self._exchanged.dense if reads_dense else ())
         if self.config.check_finite:
             self._check_finite(gradients)
         self._send_rates()
@@ -209,7 +217,7 @@ class Trainer:
             self.client.step = self._streams.step_after_again()
 
     def read_streams(self) -> StreamProgress:
-        """Makes the pushes carry what this worker reads of streams, and returns where it goes on.
+        """Makes the pushes carry this worker's positions in streams, and returns where it goes on.
 
         Raises:
             UnsupportedOptionError: geo and hybrid workers train what no push holds.
@@ -250,6 +258,11 @@ class Trainer:
         """Returns whether the trainer steps the user's optimizer outside a step of the script."""
         return False
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many rows lookups have asked for, and of how many rows gradients were passed on."""
+        return {"pulled": sum(source.asked for source in self._sources.values()), "pushed": self._pushed}
+
     def has_gradients(self) -> bool:
         """Returns whether rows have gradients that were not pushed."""
         modules = [module for part in self.plan.sparse for module in part.modules]
@@ -259,7 +272,7 @@ class Trainer:
         """Returns, by name of the table, how many gradients wait in its queue (async)."""
         exchange = self._exchange
         counts = exchange.waiting() if isinstance(exchange, AsyncExchange) else {}
-        return {part.config.name: counts.get(part.table_id, 0) for part in self._parts()}
+        return {part.config.name: counts.get(part.table_id, 0) for part in self.plan.parts}
 
     def stream_lags(self) -> dict[tuple[str, ...], float]:
         """Returns how many events of the streams that this worker reads wait, by source and partition."""
@@ -273,7 +286,7 @@ class Trainer:
 
     def non_finite_rows(self) -> str:
         """Returns a sentence that names the first row with a NaN or Inf in its gradient; forgets the gradients."""
-        return self._not_finite(self._gradients())
+        return self.plan.not_finite(self._gather_gradients(self._exchanged.dense))
 
     def refresh(self) -> None:
         """Copies the servers' rows into the weights of ``nn.Embedding`` modules."""
@@ -289,12 +302,12 @@ class Trainer:
         self._running().check()
 
     def excuse_writes(self) -> None:
-        """Lets pass what the script writes before the next values from the servers: it was warned."""
+        """Lets pass writes of the script until the next values come from the servers: it was warned."""
         if self._exchange is not None:
             self._exchange.excuse()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a restarted worker must know in order to repeat no step."""
+        """Returns the state with which a restarted worker repeats no step."""
         if self._client is None:
             return dict(self._pending or {})
         if self._exchange is not None:
@@ -332,20 +345,48 @@ class Trainer:
 
         def act(key: str) -> int:
             self._before_save(dirname, tables)
-            return self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
+            rows = self.client.save(dirname, mode=mode, tables=tables, key=key, text=text)
+            # The servers hold no buffers; those of worker 0 stand for all.
+            if tables is None and not self.client.config.rank:
+                self.plan.untrained.write(dirname)
+            return rows
 
         where = f"{os.path.realpath(dirname)}{_of(tables)}{HOW_WISHED}{mode}{' as text' * text}"
-        return self._do_together(f"save to {where}", act)
+        rows = self._do_together(f"save to {where}", act)
+        if tables is None:
+            self._say_unlike()
+        return rows
+
+    def _say_unlike(self) -> None:
+        """Warns on worker 0, once, where the save has its buffers and another worker has other ones."""
+        client = self.client
+        untrained = self.plan.untrained
+        names = untrained.names() if client.config.num_workers > 1 else []
+        wish = f"buffers{HOW_WISHED}{untrained.digest():08x}"
+        key = self._stand(BUFFERS, self.config.user_call(), wish) if names else None
+        if key is not None and key.startswith(DISAGREE) and not client.config.rank and not self._said_unlike:
+            self._said_unlike = True
+            warn_unlike(self.config.user_call(), names)
 
     def load(self, dirname: str, tables: list[int] | None = None) -> None:
-        """Makes the servers load a save, once every worker is here; all continue with what was loaded.
+        """Makes the servers load a save, once every worker is here; all continue with the loaded parameters.
 
         Raises:
             NothingLoaded: a server has refused it; servers and workers are as before.
-            PSError: a server failed while it loaded. This worker has what the servers hold now, which may be a part.
+            PSError: a server failed while it loaded. This worker has the servers' parameters, perhaps only
+                in part the save's.
         """
         self.excuse_writes()  # they are replaced
-        self._load_together(dirname, tables, lambda key: self.client.load(dirname, tables=tables, key=key))
+        found: list[dict[str, Tensor]] = []
+
+        def act(key: str) -> int:
+            if tables is None:
+                found.append(self._read_untrained(dirname))
+            return self.client.load(dirname, tables=tables, key=key)
+
+        self._load_together(dirname, tables, act)
+        if tables is None:
+            self.plan.untrained.assign(found[0] if found else self._read_untrained(dirname))
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""
@@ -353,6 +394,7 @@ class Trainer:
         parts = self.plan.shrinking(threshold)
         rows = 0
         self._come_to_save(f"shrink tables, threshold {threshold}")
+        # One worker asks for all: each shrink of a table with an accessor lets its shows and clicks decay.
         if client.config.rank == 0:
             fields = {} if threshold is None else {"threshold": float(threshold)}
             rows = sum(client.alter(part.table_id, "shrink", **fields) for part in parts)
@@ -374,7 +416,7 @@ class Trainer:
     def _do_together(self, what: str, act: Callable[[str], int]) -> int:
         """Does ``act`` with a key that all workers doing ``what`` share; returns when all have done it.
 
-        A restarted worker that repeats what the others have finished without it skips it.
+        A restarted worker skips an act that the others have finished without it.
 
         Raises:
             PSError: one worker came to load and another to do something else; none has done anything.
@@ -385,7 +427,7 @@ class Trainer:
         return found
 
     def _load_together(self, dirname: str, tables: list[int] | None, act: Callable[[str], int]) -> None:
-        """Does ``act``, which loads, on all workers; afterwards this one has what the servers hold."""
+        """Does ``act``, which loads, on all workers; afterwards this one has the servers' parameters."""
         try:
             self._do_together(f"{LOAD_WISH}{os.path.realpath(dirname)}{_of(tables)}", act)
         except NothingLoaded:
@@ -400,7 +442,7 @@ class Trainer:
         """Waits until every worker is here with its steps applied, to do ``what``; returns the key they share."""
         self.flush()
         if self.client.state_dict()["barriers"].get(SAVE, 0) % 2:
-            # The end of a save that the previous process did not reach, or of what was refused.
+            # The previous process did not reach the end of a save, or its act was refused: one barrier is left over.
             self._stand(SAVE, self.config.user_call())
         key = self.meet(SAVE, what)
         if key is not None and key.startswith(DISAGREE):
@@ -417,6 +459,17 @@ class Trainer:
 
     def _before_save(self, dirname: str, tables: list[int] | None) -> None:
         """Hook: runs once all workers are here, before the save."""
+
+    def _take_origin(self, origin: str) -> None:
+        """Takes what no server holds from the save that the servers have loaded, or have written last."""
+        found = self._read_untrained(origin) if origin else {}
+        self.plan.untrained.assign(found if self._pending is None else {})
+
+    def _read_untrained(self, dirname: str) -> dict[str, Tensor]:
+        return self.plan.untrained.read(dirname, self._file_of)
+
+    def _file_of(self, path: Path, absent: str) -> bytes | None:
+        return read_local_file(path, absent, self.client.notify)
 
     def _take_parameters(self, client: Client) -> None:
         if self.plan.dense:
@@ -441,15 +494,15 @@ class Trainer:
                 "strategy on servers and workers, before fleet.init_server()."
             )
 
-    def _parts(self) -> list[SparsePart | DensePart]:
-        return [*self.plan.sparse, *self.plan.dense]
-
     def _running(self) -> ServerExchange:
-        if self.stopped:
-            raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
-        if self._exchange is None:
-            raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
+        if self.stopped or self._exchange is None:
+            raise self._not_running()
         return self._exchange
+
+    def _not_running(self) -> NotInitializedError:
+        if self.stopped:
+            return NotInitializedError("training has ended: fleet.stop_worker() was called.")
+        return NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
 
     def _start_exchange(self, client: Client) -> ServerExchange:
         config = self.config
@@ -462,47 +515,40 @@ class Trainer:
         count = config.sender.thread_pool_size + config.sender.independent_recv_thread
         return AsyncExchange(client, self._exchanged, config.sender, [self._connect(i + 1) for i in range(count)])
 
+    def _connect_lookups(self) -> None:
+        """Makes lookups ask the exchange itself; without one they raise."""
+        for table_id, source in self._sources.items():
+            exchange = self._exchange
+            source.rows = self._refuse_rows if exchange is None else partial(exchange.rows, table_id)
+
+    def _refuse_rows(self, keys: Keys) -> NoReturn:
+        raise self._not_running()
+
     def _stop_exchange(self) -> None:
         exchange = self._exchange
         self._exchange = None
+        self._connect_lookups()
         if exchange is not None:
             exchange.close()
 
     def _take_loaded(self, client: Client) -> None:
-        """Begins to exchange anew, with what the servers hold: all that is kept here is from before a load."""
+        """Begins to exchange anew from the servers' parameters: all that this worker keeps is from before a load."""
         self._take_parameters(client)
-        self._forget_gradients()
+        self.plan.forget_gradients()
         self._restart_exchange(client)
-
-    def _forget_gradients(self) -> None:
-        """Drops gradients that no step has taken."""
-        self.drop_gradients()
-        for part in self.plan.dense:
-            for parameter in part.parameters:
-                parameter.grad = None
 
     def _restart_exchange(self, client: Client) -> None:
         client.stat()  # or raises, if a server is gone; the exchange then stays
         self._stop_exchange()
         self._exchange = self._start_exchange(client)
+        self._connect_lookups()
 
-    def _gradients(self, dense: bool = True) -> dict[int, Gradient | Rows]:
+    def _gather_gradients(self, dense: Sequence[DensePart] = ()) -> dict[int, Gradient | Rows]:
         with as_plain():
             self.plan.check_trained()
-        found: dict[int, Gradient | Rows] = {}
-        for table in self.plan.sparse:
-            taken = [module.lookup.take() for module in table.modules]
-            taken += [m.take_other_gradient() for m in table.modules if isinstance(m, ServedEmbedding)]
-            some = [gradient for gradient in taken if gradient is not None]
-            if some and table.place is not None:
-                self.counts["pushed"] += sum(len(gradient.ids) for gradient in some)
-                keeps_shows = table.config.accessor is not None
-                found[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
-        for part in self._exchanged.dense if dense else ():
-            values = part.gradients()
-            if values is not None:
-                found[part.table_id] = values
-        return found
+        gradients, passed_on = self.plan.gather_gradients(dense)
+        self._pushed += passed_on
+        return gradients
 
     def _send_rates(self) -> None:
         """Tells the servers when a scheduler has changed a rate; worker 0's schedule counts.
@@ -512,7 +558,7 @@ class Trainer:
         """
         if self.config.mode == "geo":
             return
-        rates = [(part, part.rate()) for part in self._parts()]
+        rates = [(part, part.rate()) for part in self.plan.parts]
         changed = {p.table_id: rate for p, rate in rates if rate is not None and rate != self._rates.get(p.table_id)}
         if not changed:
             return
@@ -536,24 +582,11 @@ class Trainer:
     def _check_finite(self, gradients: Mapping[int, Gradient | Rows]) -> None:
         rank = self.client.config.rank
         step = self.client.step + 1
-        found = self._not_finite(gradients)
+        found = self.plan.not_finite(gradients)
         if found:
             raise NanInfError(
                 f"FLAGS_check_nan_inf: worker {rank}, step {step}: {found} Nothing was pushed.", rank=rank, step=step
             )
-
-    def _not_finite(self, gradients: Mapping[int, Gradient | Rows]) -> str:
-        names = {part.table_id: part.config.name for part in self._parts()}
-        for table_id, value in gradients.items():
-            if isinstance(value, Gradient):
-                bad = np.flatnonzero(~np.isfinite(value.rows).all(axis=1))
-                what = f"key {value.ids[bad[0]]}" if len(bad) else ""
-            else:
-                bad = np.flatnonzero(~np.isfinite(value))
-                what = f"element {bad[0]}" if len(bad) else ""
-            if what:
-                return f"the gradient of {what} of table {names[table_id]!r} is not finite ({len(bad)} in all)."
-        return ""
 
 
 def _of(tables: list[int] | None) -> str:
@@ -568,45 +601,3 @@ def _leave_all() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all)  # two processes on one connection would take each other's answers
-
-
-def check_nothing_lost(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises PSError where a server was started again without its tables while others have steps of this job.
-
-    Tables made anew there would go on with the first rows, beside those that were trained.
-    """
-    trained = any(fact["applied_step"] or any(worker["clock"] for worker in fact["workers"]) for fact in facts)
-    lost = [index for index, fact in enumerate(facts) if not fact["tables"]]
-    if trained and lost:
-        raise PSError(
-            f"parameter server(s) {lost} came back without tables, and the others have steps of this job: they kept no "
-            "state (journal level 0, or another folder). Restart the job, servers too, from its last saved model."
-        )
-
-
-def rejoin(client: Client, state: Mapping[str, Any] | None = None) -> None:
-    """Makes ``client`` continue at the right step and barriers.
-
-    Without a checkpoint it continues where the others are: after the last barrier that the servers know. With one it
-    passes the later barriers again, at once, because the others have passed them. Where the servers know fewer (new
-    servers that loaded a save), the count continues from theirs, which all workers see. So does the count of steps: in
-    sync mode a pull waits for the steps before it, and new servers will never get those.
-
-    Args:
-        client: open.
-        state: what ``client.state_dict()`` was at the checkpoint.
-    """
-    own = client.state_dict()
-    holds_barriers = slice(None if client.staleness is not None else 1)
-    welcomes = client.welcomes()[holds_barriers]
-    known = [welcome.get("barriers", {}) for welcome in welcomes]
-    saved = {} if state is None else dict(state["barriers"])
-    passed = {
-        name: max(own["barriers"].get(name, 0), min(int(numbers.get(name, 0)) for numbers in known))
-        for name in {*own["barriers"], *saved, *(name for numbers in known for name in numbers)}
-    }
-    if state is not None:
-        passed = {name: min(number, int(saved.get(name, 0))) for name, number in passed.items()}
-    merged = {**own, **(state or {}), "barriers": passed}
-    had = max(max(int(welcome["clock"]), int(welcome["applied_step"])) for welcome in client.welcomes())
-    client.load_state_dict({**merged, "step": min(int(merged["step"]), max(had, own["step"]))})

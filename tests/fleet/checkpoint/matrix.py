@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet import fleet
-from tests.helpers.meshes import Mesh, batches, cut, fleet_model, loss_of, start
+from tests.helpers.meshes import Mesh, batches, cut, fleet_model, loss_in_loop, start
 
 BEFORE, AFTER = 3, 5
 SHARDING3 = {"sharding": True, "sharding_configs": {"stage": 3}}
@@ -56,7 +56,7 @@ def stepped(mesh: Mesh, wrapped: Any, stepper: Any, rows: Any) -> Iterator[float
         mine = x.chunk(replicas)[replica], y.chunk(replicas)[replica]
         if mesh.plain_loop or "pp" not in mesh.degrees:
             tokens = [cut(mesh, part) for part in mine]
-            loss = loss_of(mesh)(wrapped(tokens[0]), tokens[1])
+            loss = loss_in_loop(mesh, wrapped(tokens[0]), tokens[1])
             loss.backward()
             stepper.step()
             stepper.zero_grad()

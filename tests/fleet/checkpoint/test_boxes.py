@@ -85,7 +85,7 @@ def test_what_a_piece_and_boxes_have_in_common_is_copied() -> None:
         expected[top : top + height, left : left + width] = found
         assert torch.equal(target, expected[2:6, 1:4])
         assert count == int((target >= 0).sum())
-        rows = row_range(piece, [box])
+        rows = row_range(piece, box)
         assert (rows is None) == (count == 0)
         if rows is not None:
             assert rows == (max(2 - top, 0), min(6 - top, height))
@@ -94,7 +94,7 @@ def test_what_a_piece_and_boxes_have_in_common_is_copied() -> None:
 def test_a_number_is_a_box_without_rows() -> None:
     held = held_boxes(torch.tensor(3.0))
     assert [box.offsets for box in held] == [()]
-    assert row_range(Piece("", 0, (), ()), held) == (0, 1)
+    assert row_range(Piece("", 0, (), ()), held[0]) == (0, 1)
     assert copy_from(Piece("", 0, (), ()), torch.tensor(5.0), held) == 1
     assert held[0].view.item() == 5.0
     assert held_boxes(torch.zeros(0, 3))[0].view.shape == (0, 3), "an empty tensor is there too"

@@ -87,7 +87,7 @@ def test_another_workers_error_is_named(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_come_is_named_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_PEERS_S", 0.3)
-    monkeypatch.setattr(commit, "_SAID_AFTER_S", 0.1)
+    monkeypatch.setattr(commit, "_WARN_EVERY_S", 0.1)
     said: list[str] = []
     with pytest.raises(CheckpointError, match="worker 1 has not written its part"):
         write_share(LocalFolder(tmp_path), share("0a", 0, 2), [b"abc"], say=said.append)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fleet import checkpoint, fleet
-from fleet.checkpoint.saved_objects import own_state_of, takers_of
+from fleet.checkpoint.saved_objects import adapters_of, own_state_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.axes import Axes
 from tests.helpers.workers import run_workers
@@ -105,8 +105,8 @@ def test_another_kind_of_object_is_refused(tmp_path: Path, objects: Any, said: s
 def test_modules_are_taken_first() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    takers = takers_of({"epoch": 1, "optimizer": optimizer, "model": model}, None, Axes({}, 0), "call")
-    assert [taker.kind for taker in takers] == ["module", "optimizer", "value"]
+    adapters = adapters_of({"epoch": 1, "optimizer": optimizer, "model": model}, None, Axes({}, 0), "call")
+    assert [adapter.kind for adapter in adapters] == ["module", "optimizer", "value"]
     assert not own_state_of([optimizer], None)
 
 

@@ -1,4 +1,4 @@
-"""The process group as the other end: order, what can travel, what it costs; whole models: test_model_states."""
+"""The process group as the other end: order, what can travel, what it costs; whole models: test_state_dicts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fleet.checkpoint.boxes import held_boxes, whole_shape
 from fleet.checkpoint.commit import read_index
 from fleet.checkpoint.index import Index
 from fleet.checkpoint.items import Item, SavedTensors, Wanted
-from fleet.checkpoint.model_states import ModelStates
 from fleet.checkpoint.model_tensors import ModelTensors
-from fleet.checkpoint.saving import gathered, taken_by
+from fleet.checkpoint.saving import gathered, pending_share
+from fleet.checkpoint.state_dicts import ModelStates
 from fleet.checkpoint.storage import LocalFolder
 from fleet.checkpoint.to_group import GroupSource, StateGroup, StateMesh, described, in_layer_order
 from fleet.errors import CheckpointError
@@ -161,10 +161,10 @@ def one_share(rank: int, world_size: int, path: str) -> Any:
     net = nn.ParameterDict({"w": nn.Parameter(torch.full((2, 3), float(rank)), requires_grad=False)})
     set_layout(net, "w", Layout("mp", 0, 2, rank, (4, 3)))
     job = SimpleNamespace(collective=True, axes=axes, global_rank=rank, world_size=world_size)
-    taken = taken_by([ModelTensors("net", net, axes)], job)
+    pending = pending_share([ModelTensors("net", net, axes)], job)
     with pytest.raises(CheckpointError, match=r"save\(\): no room \(worker 1\)"):
-        gathered(taken if rank == 0 else None, "no room" if rank else "", group, "save()")
-    whole = gathered(taken, "", group, "save()")
+        gathered(pending if rank == 0 else None, "no room" if rank else "", group, "save()")
+    whole = gathered(pending, "", group, "save()")
     saved = None
     if whole is not None:
         folder = LocalFolder(path)
@@ -173,9 +173,9 @@ def one_share(rank: int, world_size: int, path: str) -> Any:
     index = Index.from_json(group.post("" if saved is None else saved.index.to_json())[0], "index")
     source = GroupSource(index, "worker 0's", group, saved=saved)
     net["w"].fill_(9.0)
-    taker = ModelTensors("net", net, axes)
-    assert not taker.check(source)
-    wanted = taker.wanted(source) if rank else Wanted()
+    adapter = ModelTensors("net", net, axes)
+    assert not adapter.check(source)
+    wanted = adapter.wanted(source) if rank else Wanted()
     source.verify_all([wanted])
     source.fill_all([wanted])
     assert source.are_equal([("net/w", "net/w")]) == [True]

@@ -7,7 +7,7 @@ import torch
 from fleet.checks.both_wrapped import wraps_optimizers
 from fleet.job.job import Job
 from fleet.options import DistributedStrategy
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 from fleet.strategies.gradient_merge import GradientMerge
 from fleet.strategies.sync_batch_norm import SyncBatchNorm
 

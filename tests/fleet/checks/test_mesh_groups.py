@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fleet
-from fleet.checks.mesh_groups import group_that_differs, name_that_differs, same_parts, writers
+from fleet.checks.equal_states import group_that_differs, name_that_differs, same_parts, writers
 from fleet.errors import ConfigError
 from fleet.job.axes import Axes
 from fleet.meta_parallel import ColumnParallelLinear, RowParallelLinear

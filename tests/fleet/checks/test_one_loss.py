@@ -15,7 +15,7 @@ from fleet import fleet
 from fleet.checks.one_loss import are_one, is_checked
 from fleet.errors import ConfigError, FleetError
 from fleet.layers.mpu.mp_ops import _mp_allreduce
-from fleet.meta_parallel import LayerDesc, ParallelCrossEntropy, PipelineLayer, sequence_mean, split_inputs_sequence_dim
+from fleet.meta_parallel import LayerDesc, ParallelCrossEntropy, PipelineLayer, split_inputs_sequence_dim
 from tests.helpers.workers import run_workers
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -125,7 +125,7 @@ def along_sep(rank: int, world_size: int) -> dict[str, list[str]]:
         return F.cross_entropy(logits, y, reduction="sum")
 
     def mean(logits: Tensor, y: Tensor) -> Tensor:
-        return sequence_mean(total(logits, y), y.numel())
+        return fleet.mean(total(logits, y), y.numel())
 
     def of_one(model: Any, x: Tensor, y: Tensor) -> Tensor:
         with model.no_sync():
@@ -161,7 +161,7 @@ def test_one_form_is_right() -> None:
             assert "rank 1: " in text
             assert "test_one_loss.py" in text
         assert all("ParallelCrossEntropy" in text for text in mp["wrong"])
-        assert all("sequence_mean(sum over the own tokens, number of own tokens)" in text for text in sep["wrong"])
+        assert all("fleet.mean(sum over the own tokens, number of own tokens)" in text for text in sep["wrong"])
         assert "rank 0: 1 losses" in sep["wrong"][-1]
         assert "rank 1: 2 losses" in sep["wrong"][-1]
 

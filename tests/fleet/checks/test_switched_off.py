@@ -25,7 +25,7 @@ from fleet.checks.one_loss import OneLoss
 from fleet.errors import FleetError
 from fleet.strategies._gradients.arrivals import Arrivals
 from fleet.strategies._shared import segments
-from fleet.strategies._shared.segment_state import SegmentState
+from fleet.strategies._shared.segments import SegmentState
 from fleet.strategies.sharding import divided_model
 from fleet.strategies.sharding.unit_order import UnitOrder
 from tests.helpers.checked_training import OPTIONS, batch, start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fleet.dataset._slots import Slot
+from fleet.dataset.slots import Slot
 
 SLOTS = [Slot("words", lod_level=1), Slot("prices", (-1, 2), "float32"), Slot("label")]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fleet.dataset._dataset_settings import BASE_OPTIONS, MEMORY_OPTIONS, DatasetSettings
-from fleet.dataset._in_memory import InMemoryDataset
-from fleet.dataset._queue import QueueDataset
-from fleet.dataset._slots import Slot
+from fleet.dataset.dataset_settings import BASE_OPTIONS, MEMORY_OPTIONS, DatasetSettings
+from fleet.dataset.in_memory import InMemoryDataset
+from fleet.dataset.queue import QueueDataset
+from fleet.dataset.slots import Slot
 from fleet.errors import ConfigError, OptionWarning, UnknownOptionError, UnsupportedOptionError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.dataset._dataset_settings import MEMORY_OPTIONS
+from fleet.dataset.dataset_settings import MEMORY_OPTIONS
 from tests.test_readme import example, read, run
 
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.dataset import _source
-from fleet.dataset._batch import Batch
-from fleet.dataset._in_memory import InMemoryDataset
-from fleet.dataset._slots import Slot
+from fleet.dataset import source
+from fleet.dataset.batch import Batch
+from fleet.dataset.in_memory import InMemoryDataset
+from fleet.dataset.slots import Slot
 from fleet.errors import ConfigError, NotInitializedError
 from tests.fleet.dataset.files import SLOTS, line, write_files
 
@@ -73,7 +73,7 @@ def test_loading_keeps_the_order_of_files_and_shuffles_keep_the_samples(
     """B.7: load_into_memory, local_shuffle, global_shuffle(None): the same samples, whole, each once."""
     folder = tmp_path_factory.mktemp("files")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_source, "_BLOCK_BYTES", 50 if block else 1 << 20)
+        patch.setattr(source, "_BLOCK_BYTES", 50 if block else 1 << 20)
         dataset = made(write_files(folder, sizes), thread_num=threads, batch_size=batch_size)
     lines = [line(number) for number in range(sum(sizes))]
     assert written(dataset) == lines

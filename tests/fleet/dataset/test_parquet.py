@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fleet
-from fleet.dataset import _parquet
+from fleet.dataset import parquet, workers
 from fleet.errors import CheckpointError, ConfigError
 from tests.helpers.workers import run_workers
 from tests.launch.launcher import Launcher
@@ -33,7 +33,8 @@ def _on(monkeypatch, rank, size, server_job=None):
     listeners = SimpleNamespace(get=lambda kind: loops)
     job = SimpleNamespace(listeners=listeners, data_rank=rank, data_replicas=size)
     session = SimpleNamespace(server_job=server_job, job=job)
-    monkeypatch.setattr(_parquet, "running_session", lambda: session)
+    for module in (parquet, workers):
+        monkeypatch.setattr(module, "running_session", lambda: session)
 
 
 def _ids(batches):

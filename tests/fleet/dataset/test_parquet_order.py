@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.dataset._parquet_order import RowDivision, rows_of
+from fleet.dataset.parquet import RowDivision, rows_of
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 7), st.sampled_from(["uneven", "drop", "repeat"]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fleet.dataset import _source
-from fleet.dataset._base import DatasetBase
-from fleet.dataset._queue import QueueDataset
+from fleet.dataset import source
+from fleet.dataset.base import DatasetBase
+from fleet.dataset.queue import QueueDataset
 from fleet.errors import ConfigError
 from tests.fleet.dataset.files import SLOTS, write_files
 
@@ -30,7 +30,7 @@ def labels(dataset: QueueDataset) -> list[list[int]]:
 
 def test_batches_go_on_across_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B.7: streaming, one pass."""
-    monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 64)
     dataset = made(write_files(tmp_path, [5, 0, 7]), batch_size=5)
     assert labels(dataset) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
     assert labels(dataset) == labels(dataset)
@@ -49,7 +49,7 @@ def test_a_loop_ends_with_the_pass_and_the_next_one_begins_anew(tmp_path: Path) 
 
 
 def test_several_threads_bring_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 64)
     dataset = made(write_files(tmp_path, [30, 20, 25, 1]), batch_size=8, thread_num=3)
     batches = labels(dataset)
     assert sorted(label for batch in batches for label in batch) == list(range(76))
@@ -63,7 +63,7 @@ def test_each_file_goes_through_its_own_program(tmp_path: Path) -> None:
 
 
 def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 64)
     files = write_files(tmp_path, [40, 40])
     with open(files[1], "a") as file:
         file.write("3 1 2\n")
@@ -74,7 +74,7 @@ def test_a_malformed_line_is_named_with_its_file(tmp_path: Path, monkeypatch: py
 
 def test_a_reader_that_stops_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads have ended, and the fixture of conftest looks for programs."""
-    monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 64)
     before = threading.active_count()
     batches = iter(made(write_files(tmp_path, [500, 500]), thread_num=2, pipe_command="cat | cat"))
     next(batches)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.dataset._samples import Column, Samples, empty_samples, samples_from_bytes
-from fleet.dataset._slots import Slot
-from fleet.dataset._text import TextForm, parse
+from fleet.dataset.samples import Column, Samples, empty_samples, samples_from_bytes
+from fleet.dataset.slots import Slot
+from fleet.dataset.text import TextForm, parse
 from fleet.errors import ConfigError
 from fleet.ps.table.kernels import numba_cache
 from fleet.ps.table.kernels.numba_cache import load_kernels
@@ -52,7 +52,7 @@ def some_samples(draw: st.DrawFn, max_size: int = 6) -> Samples:
 def test_take_part_and_join(samples: Samples, data: st.DataObject) -> None:
     rows = rows_of(samples)
     places = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
-    assert rows_of(samples.take(np.array(places, np.int64))) == [rows[place] for place in places]
+    assert rows_of(samples.gather(np.array(places, np.int64))) == [rows[place] for place in places]
     cut = data.draw(st.integers(0, len(rows)))
     parts = [samples.part(0, cut), empty_samples(DTYPES), samples.part(cut, len(rows))]
     assert rows_of(parts[0]) == rows[:cut]
@@ -96,7 +96,7 @@ def test_cut_bytes_and_other_columns_are_named() -> None:
 def test_take_repeats_and_reorders() -> None:
     samples = Samples((column([[1, 2], [], [3], [4, 5, 6]], DTYPES[1]),))
     places = np.array([3, 0, 1, 3])
-    assert rows_of(samples.take(places)) == [((4, 5, 6),), ((1, 2),), ((),), ((4, 5, 6),)]
+    assert rows_of(samples.gather(places)) == [((4, 5, 6),), ((1, 2),), ((),), ((4, 5, 6),)]
 
 
 def test_a_broken_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,10 @@ def test_a_broken_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba_cache, "numba_problem", lambda: "it is broken.")
     load_kernels.cache_clear()
     samples = Samples((column([[1, 2]], DTYPES[1]),))
-    for use in (lambda: samples.take(np.array([0])), lambda: parse(b"1 7\n", TextForm((Slot("x", lod_level=1),)), "f")):
+    for use in (
+        lambda: samples.gather(np.array([0])),
+        lambda: parse(b"1 7\n", TextForm((Slot("x", lod_level=1),)), "f"),
+    ):
         with pytest.raises(ConfigError, match=r"datasets need numba: it is broken\."):
             use()
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fleet
-from fleet.dataset._in_memory import InMemoryDataset
-from fleet.dataset._samples import Samples
-from fleet.dataset._shuffle import choose_workers, exchange_samples, random_places, replaced_places
-from fleet.dataset._slots import Slot
-from fleet.dataset._text import TextForm, parse
-from fleet.dataset._workers import Buffer
+from fleet.dataset.in_memory import InMemoryDataset
+from fleet.dataset.samples import Samples
+from fleet.dataset.shuffle import choose_workers, exchange_samples, random_places, replaced_places
+from fleet.dataset.slots import Slot
+from fleet.dataset.text import TextForm, parse
+from fleet.dataset.workers import Buffer
 from fleet.errors import ConfigError
 from tests.fleet.dataset.files import SLOTS, line, write_files
 from tests.fleet.dataset.test_in_memory import made, written
@@ -102,7 +102,7 @@ def test_an_exchange_brings_every_sample_to_its_worker(counts: list[int], batch:
         expected = [
             row
             for block, to in zip(blocks, targets, strict=True)
-            for row in rows_of(block.take(np.flatnonzero(to == rank)))
+            for row in rows_of(block.gather(np.flatnonzero(to == rank)))
         ]
         assert Counter(rows_of(found)) == Counter(expected)
 

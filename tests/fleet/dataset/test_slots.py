@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet.dataset._slots import Slot, read_slots
+from fleet.dataset.slots import Slot, read_slots
 from fleet.errors import ConfigError
 
 

@@ -1,16 +1,20 @@
-"""Reading of one file: programs, packed files, remote files, errors."""
+"""Reading of one file: programs, packed files, remote files, errors; pipe commands, without a shell."""
 
 from __future__ import annotations
 
 import gzip
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fleet.dataset import _source
-from fleet.dataset._source import Source, read_blocks
-from fleet.errors import ConfigError
+from fleet.dataset import source
+from fleet.dataset.source import Source, read_blocks, split_pipeline
+from fleet.errors import ConfigError, UnsupportedOptionError
 from tests.helpers.sources import ROOT
 
 
@@ -23,7 +27,7 @@ def test_a_plain_file_comes_in_blocks_of_whole_lines(tmp_path: Path, monkeypatch
     path = tmp_path / "part-0"
     lines = [b"%d %s\n" % (number, b"x" * number) for number in range(60)]
     path.write_bytes(b"".join(lines) + b"no newline")
-    monkeypatch.setattr(_source, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(source, "_BLOCK_BYTES", 64)
     blocks = list(read_blocks(str(path), Source()))
     assert b"".join(blocks) == path.read_bytes()
     assert len(blocks) > 10
@@ -115,3 +119,52 @@ def test_programs_end_when_the_reader_stops(tmp_path: Path) -> None:
     blocks = read_blocks(str(path), Source((("yes",),)))
     assert next(blocks).startswith(b"y\n")
     blocks.close()  # type: ignore[attr-defined]
+
+
+def test_words_and_pipes() -> None:
+    """B.7: pipe_command is a pipeline of programs."""
+    assert split_pipeline("cat", "pipe_command") == [["cat"]]
+    text = """python 'my script.py' --sep "|" a\\|b | awk '{print $1 > "x"}' | tr -d '*'"""
+    assert split_pipeline(text, "pipe_command") == [
+        ["python", "my script.py", "--sep", "|", "a|b"],
+        ["awk", '{print $1 > "x"}'],
+        ["tr", "-d", "*"],
+    ]
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
+def test_quoted_words_reach_the_program_as_they_are(words: list[str]) -> None:
+    text = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
+    assert shlex.split(text) == words
+    assert split_pipeline(text, "pipe_command") == [words]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat; rm x",
+        "cat && ls",
+        "cat > out",
+        "cat < in",
+        "cat $HOME",
+        'cat "$HOME"',
+        "cat `id`",
+        'cat "`id`"',
+        "cat *.txt",
+    ]
+    + ["cat &", "(cat)", "cat\nls", "cat ~", "cat {a,b}", "cat [ab]", "cat ?", "cat #x", "cat $(id)"],
+)
+def test_what_only_a_shell_does_is_refused(text: str) -> None:
+    """No shell runs: what it would act on is refused, not passed on and not run."""
+    with pytest.raises(UnsupportedOptionError, match="only a shell interprets"):
+        split_pipeline(text, "pipe_command")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("", "names no program"), ("cat |", "names no program"), ("a || b", "names no program"), ("cat 'x", "quotation")]
+    + [(None, "as a string"), (["cat"], "as a string")],
+)
+def test_no_command(text: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        split_pipeline(text, "pipe_command")

@@ -100,7 +100,7 @@ def test_a_record_that_cannot_be_parsed_is_named() -> None:
 
 
 def test_loader_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.dataset._stream.get_worker_info", lambda: "of a process of DataLoader(num_workers=1)")
+    monkeypatch.setattr("fleet.dataset.stream.get_worker_info", lambda: "of a process of DataLoader(num_workers=1)")
     with pytest.raises(ConfigError, match="num_workers=0"):
         next(iter(stream()))
 
@@ -145,7 +145,7 @@ def test_a_stream_that_ends_before_such_a_batch_is_another_one() -> None:
 
 
 def test_waiting_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("fleet.dataset._stream._SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("fleet.dataset.stream._SAY_EVERY_S", 0.0)
     with caplog.at_level("INFO", logger="FLEET"):
         assert lists(stream(endless, batch_size=3, timeout_s=0.3)) == [[0, 1, 2]]
     assert "stream 'stream': no event for 0 s in partitions [0]; still waiting" in caplog.text
@@ -331,7 +331,7 @@ def test_a_full_batch_does_not_wait_for_a_source_that_blocks(
             time.sleep(0.3 if offset == 5 else 0)
             yield offset, offset
 
-    monkeypatch.setattr("fleet.dataset._stream._BLOCKED_S", 0.05)
+    monkeypatch.setattr("fleet.dataset.stream._BLOCKED_S", 0.05)
     batches = iter(fleet.StreamDataset(source, int, batch_size=4, max_wait_s=0.01, collate=list))
     assert next(batches) == [0, 1, 2, 3]
     assert asked == [0, 1, 2, 3]

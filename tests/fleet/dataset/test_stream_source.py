@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fleet.dataset._stream_source import Event, ReplayableSource, StreamSource
+from fleet.dataset.stream_source import Event, ReplayableSource, StreamSource
 from fleet.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.dataset._kernels import parse_block
-from fleet.dataset._samples import Samples
-from fleet.dataset._slots import Slot
-from fleet.dataset._text import TextForm, parse, parse_plain, write_text
+from fleet.dataset.kernels import parse_block
+from fleet.dataset.samples import Samples
+from fleet.dataset.slots import Slot
+from fleet.dataset.text import TextForm, parse, parse_plain, write_text
 from fleet.errors import ConfigError
 from tests.fleet.dataset.test_samples import rows_of
 

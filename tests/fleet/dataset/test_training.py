@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import fleet
-from fleet.dataset._batch import Batch
-from fleet.dataset._dump import Dump
-from fleet.dataset._in_memory import InMemoryDataset
-from fleet.dataset._slots import Slot
-from fleet.dataset._training import infer_from_dataset, train_from_dataset
+from fleet.dataset.batch import Batch
+from fleet.dataset.in_memory import InMemoryDataset
+from fleet.dataset.slots import Slot
+from fleet.dataset.training import Dump, infer_from_dataset, train_from_dataset
 from fleet.errors import ConfigError
 from fleet.facade import Fleet
 from tests.helpers.fleets import own_fleet

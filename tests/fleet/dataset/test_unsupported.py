@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fleet
-from fleet.dataset._unsupported import TreeIndex
+from fleet.dataset.unsupported import TreeIndex
 from fleet.errors import UnsupportedOptionError
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fleet
-from fleet.dataset._workers import GlooWorkers, OneWorker, WorkerGroup, sum_over, worker_group_of
+from fleet.dataset.workers import GlooWorkers, OneWorker, WorkerGroup, sum_over, worker_group_of
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.facade import Fleet
 from tests.fleet.dataset.files import write_files

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fleet.elastic import _around
-from fleet.elastic._around import around, hooks
-from fleet.elastic._faults import Faults
+from fleet.elastic import folder
+from fleet.elastic.faults import Faults
+from fleet.elastic.folder import around, hooks
 
 
 @pytest.mark.parametrize(("rank", "pruned"), [(0, 1), (1, 0)])
@@ -17,7 +17,7 @@ def test_worker_0_prunes_after_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, pruned: int
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(_around, "prune", lambda *given: calls.append(given))
+    monkeypatch.setattr(folder, "prune", lambda *given: calls.append(given))
     meet, after = around(Faults.read("", rank, 0), tmp_path / "step-3", 3, 2)
     meet("save.begin")
     assert not calls, "nothing is removed before the checkpoint is there"
@@ -30,6 +30,6 @@ def test_worker_0_prunes_after_its_commit(
 def test_a_fault_counts_over_the_saves_of_one_process(tmp_path: Path) -> None:
     given = {"rank": 0, "generation": 0, "trainer": 1, "path": f"{tmp_path}/step-1", "step": 1, "keep": 1}
     hooks("", **given)
-    first = _around._FAULTS[""]
+    first = folder._FAULTS[""]
     hooks("", **given)
-    assert _around._FAULTS[""] is first
+    assert folder._FAULTS[""] is first

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import fleet
-from fleet.elastic._beat import Beat
+from fleet.elastic.beat import Beat
 from fleet.env import Environment
+from fleet.errors import NotInitializedError, UnsupportedOptionError
 from fleet.launch.processes.worker_file import (
     OWN_NS,
     OWN_STEPS,
@@ -109,3 +110,43 @@ def test_the_optimizer_beats(file: WorkerFile, tmp_path: Path, monkeypatch: pyte
     checkpoint.close()
     checkpoint._session.close()
     assert file.words[PAUSED]
+
+
+def test_a_refused_strategy_leaves_the_job_as_it_is(file: WorkerFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refused call had closed the job, and the corrected one closed it again: on released memory."""
+    own = own_fleet(monkeypatch)
+    monkeypatch.setenv("FLEET_WORKER_FILE", str(file.path))
+    own.init(is_collective=True, log_level="ERROR")
+    session = own.session
+    net = torch.nn.Linear(2, 1)
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = own.distributed_model(net)
+    strategy = fleet.DistributedStrategy()
+    strategy.auto_search = True
+    with pytest.raises(UnsupportedOptionError, match="auto_search"):
+        own.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    assert own.session is session
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert file.words[STEP] == 1
+    assert not file.words[PAUSED]
+    strategy.auto_search = False
+    own.init(is_collective=True, strategy=strategy, log_level="ERROR")
+    assert own.session is not session
+    own._close()
+
+
+def test_a_start_that_fails_later_ends_the_former_job_once(file: WorkerFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a rendezvous tells comes after the former job has ended."""
+    own = own_fleet(monkeypatch)
+    monkeypatch.setenv("FLEET_WORKER_FILE", str(file.path))
+    own.init(is_collective=True, log_level="ERROR")
+    with monkeypatch.context() as failing:
+        failing.setattr("fleet.job.start._start_group", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            own.init(is_collective=True, log_level="ERROR")
+    with pytest.raises(NotInitializedError):
+        own.worker_index()
+    own.init(is_collective=True, log_level="ERROR")
+    assert own.worker_index() == 0
+    own._close()

@@ -13,7 +13,7 @@ import torch
 import fleet
 from fleet.checkpoint.commit import read_index
 from fleet.checkpoint.storage import LocalFolder
-from fleet.elastic._mean_of_workers import has_own_states
+from fleet.elastic.places import has_own_states
 from fleet.errors import CheckpointError, ConfigError
 from tests.fleet.elastic.training import Training
 from tests.helpers.fleets import own_fleet

@@ -10,7 +10,7 @@ import pytest
 
 import fleet
 from fleet.checkpoint.checkpoint_command import _parser
-from fleet.elastic._faults import ACTIONS, POINTS
+from fleet.elastic.faults import ACTIONS, POINTS
 from fleet.launch.cli.flags import BY_SPELLING
 from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT

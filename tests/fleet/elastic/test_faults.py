@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.elastic._faults import Faults
+from fleet.elastic.faults import Faults
 from fleet.errors import ConfigError
 
 

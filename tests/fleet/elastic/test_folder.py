@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.elastic._folder import candidates, check_no_link, is_unfinished, new_name, remove_leftovers
+from fleet.elastic.folder import candidates, check_no_link, is_unfinished, new_name, remove_leftovers
 from fleet.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from fleet.checkpoint.commit import Share, read_index, write_share
 from fleet.checkpoint.data_files import FileBlock, in_file_order
 from fleet.checkpoint.items import raw_bytes
 from fleet.checkpoint.storage import LocalFolder
-from fleet.elastic._mean_of_workers import MeanOfWorkers, has_own_states, reason_against_mean
+from fleet.elastic.places import MeanOfWorkers, has_own_states, reason_against_mean
 from fleet.errors import CheckpointError
 
 WINDOW = {"batch": 2, "sums": {"$": "dict", "items": []}, "k_steps": 3}
@@ -28,7 +28,10 @@ def saved_by_two(folder: Path) -> MeanOfWorkers:
             FileBlock(name, f"{value.dtype}".removeprefix("torch."), tuple(value.shape), (0,), tuple(value.shape))
             for name, value in named.items()
         )
-        values = {f"@{rank}/optimizer/+merge": WINDOW, f"@{rank}/optimizer/groups@0": [rank]}
+        values = {
+            f"@{rank}/optimizer/+merge": WINDOW,
+            f"@{rank}/optimizer/groups@0": [{"params": [], "settings": {"lr": rank}}],
+        }
         share = Share("ab", rank, 2, blocks, values, {f"@{rank}/model/tied": f"@{rank}/model/w"})
         write_share(LocalFolder(folder), share, raw_bytes(named[block.name] for block in blocks))
     index = read_index(LocalFolder(folder))
@@ -42,7 +45,7 @@ def test_the_model_is_the_mean_and_the_optimizer_the_first(tmp_path: Path) -> No
     assert source.whole("model/count").tolist() == [7]
     assert source.whole("optimizer/w/momentum").tolist() == [10.0, 11.0, 12.0, 13.0]
     assert source.below("optimizer/w") == ["momentum"]
-    assert source.index.values["optimizer/groups@0"] == [0]
+    assert source.index.values["optimizer/groups@0"] == [{"params": [], "settings": {"lr": 0}}]
     assert source.index.values["optimizer/+merge"] == {**WINDOW, "batch": 0, "sums": {}}
     part = torch.zeros(2)
     source.fill("model/w", [HeldBox((1,), part)])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fleet
-from fleet.elastic._places import is_same_mesh, predecessor
+from fleet.elastic.places import is_same_mesh, predecessor
 from fleet.job.axes import Axes
 from fleet.job.running import running_session
 from fleet.strategies._shared.random_streams import TRACKER

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.elastic import _preemption
-from fleet.elastic._preemption import Agreement, TerminationNotice
+from fleet.elastic import health
+from fleet.elastic.health import Agreement, TerminationNotice
 
 
 class MemoryStore:
@@ -82,7 +82,7 @@ def test_a_worker_alone_stops_at_once() -> None:
 
 
 def test_a_node_that_got_no_signal_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_preemption, "_LISTEN_PERIOD_S", 0.0)
+    monkeypatch.setattr(health, "_LISTEN_PERIOD_S", 0.0)
     store = MemoryStore()
     told, other = Agreement(store, 0, 2), Agreement(store, 1, 2)
     assert not told.after_step(4, True, lambda: True)

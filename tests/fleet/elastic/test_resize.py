@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
 import fleet
 from fleet.elastic import keep_global_batch, scale_lr
-from fleet.elastic._resize import plan_k_steps
+from fleet.elastic.resize import plan_k_steps
 from fleet.errors import ConfigError, OptionWarning
 from tests.fleet.elastic.training import Training
 from tests.helpers.fleets import own_fleet
@@ -144,7 +144,7 @@ def job_of(replicas: int) -> Any:
 
 def test_an_undeclared_change_warns(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Training(tmp_path).run(1, stop_at=2)
-    from fleet.elastic._resize import warn_of_resize
+    from fleet.elastic.resize import warn_of_resize
 
     with pytest.warns(OptionWarning, match="3 batches instead of 1"):
         warn_of_resize({"world_size": 1, "k_steps": 1}, job_of(3), 1, [None])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fleet.elastic._run_form import check_form
+from fleet.elastic.state import check_form
 from fleet.errors import CheckpointError
 
 RUN: dict[str, Any] = {

@@ -184,3 +184,32 @@ def test_the_state_is_plain_data(tmp_path: Any) -> None:
     sampler = ElasticSampler(Numbers(4), num_workers=1, rank=0)
     torch.save(sampler.state_dict(), tmp_path / "state")
     assert torch.load(tmp_path / "state", weights_only=True) == sampler.state_dict()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
+def test_a_resumed_run_draws_as_often_as_the_whole_one(stop: int, persistent: bool) -> None:
+    """Issue 37, 1: a loader with persistent workers draws once, in its first epoch; the resumed program drew again."""
+
+    def run(saved: tuple[Any, Any] | None = None) -> tuple[list[Any], tuple[Any, Any] | None]:
+        """Returns the generator after each of four batches in two epochs, and what a save after ``stop`` has."""
+        torch.manual_seed(3)
+        sampler = ElasticSampler(range(8), num_workers=1, rank=0)
+        loader = DataLoader(range(8), 4, sampler=sampler, num_workers=1, persistent_workers=persistent)
+        states, kept = [], (sampler.state_dict(), torch.get_rng_state()) if stop == 0 else None
+        if saved is not None:
+            sampler.load_state_dict(saved[0])
+            torch.set_rng_state(saved[1])
+        for epoch in range(sampler.epoch + (sampler.done == 8), 2):
+            sampler.set_epoch(epoch)
+            for _ in sampler.batches(loader):
+                torch.rand(1)
+                states.append(torch.get_rng_state())
+                if len(states) == stop:
+                    kept = sampler.state_dict(), torch.get_rng_state()
+        return states, kept
+
+    whole, saved = run()
+    rest, _ = run(saved)
+    assert len(rest) == 4 - stop
+    assert all(torch.equal(a, b) for a, b in zip(rest, whole[stop:], strict=True))

@@ -19,7 +19,7 @@ import fleet
 from fleet.checkpoint.items import SavedTensors
 from fleet.checkpoint.loading import load
 from fleet.checkpoint.writer import own_writer
-from fleet.elastic._around import hooks
+from fleet.elastic.folder import hooks
 from fleet.errors import CheckpointError, ConfigError
 from tests.fleet.elastic.training import Training
 from tests.helpers.fleets import own_fleet
@@ -262,7 +262,7 @@ def test_a_writer_that_dies_on_one_worker_is_heard_of_by_all(tmp_path: Path) -> 
 
 def test_the_process_that_writes_needs_no_torch() -> None:
     """It starts in a tenth of a second, and takes no memory but the copy."""
-    program = "import sys, fleet.elastic._around; print({'torch', 'numpy'} & {*sys.modules})"
+    program = "import sys, fleet.elastic.folder; print({'torch', 'numpy'} & {*sys.modules})"
     command = [sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "set()\n"
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fleet.checkpoint.commit import read_index
 from fleet.checkpoint.storage import LocalFolder
-from fleet.elastic._health import Health
+from fleet.elastic.health import Health
 from fleet.job.running import running_session
 from fleet.strategies import REGISTRY, Stage, Strategy
 from fleet.strategies._declare.strategy import Values

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fleet
-from fleet.elastic._faults import POINTS
+from fleet.elastic.faults import POINTS
 from tests.fleet.elastic.training import Training
 from tests.helpers.workers import WorkerError, run_workers
 

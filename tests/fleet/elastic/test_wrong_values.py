@@ -146,7 +146,7 @@ def test_heartbeat() -> None:
 
 def test_faults() -> None:
     """The event injector of the tests is no exception: a fault that would never happen is an error at the start."""
-    from fleet.elastic._faults import Faults
+    from fleet.elastic.faults import Faults
 
     for text in ("step", "step:explode", "nowhere:kill", "step:kill:rank=x", "step:kill:day=3"):
         with pytest.raises(ConfigError, match="FLEET_FAULTS has"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -124,3 +125,19 @@ def test_help_says_that_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     assert "runs the code in it" in " ".join(capsys.readouterr().out.split())
     assert run(["model.py:Net"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch", "4,9"], r"the batch \[\(\(4, 9\), torch.float32\)\] with RuntimeError: .*same reduction dim"),
+        (["--batch", "4,512", "--batch", "4,7", "--batch", "4,7"], "with TypeError: .*takes from 2 to 3 positional"),
+    ],
+)
+def test_a_batch_that_the_model_does_not_take(
+    model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended with torch's traceback and code 1."""
+    assert main(["estimate", f"{model}:Net", *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not caplog.records

@@ -17,7 +17,7 @@ from tests.helpers.fleets import own_fleet
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     from accelerate import Accelerator
 
-    from fleet.integrations.hf_accelerator import FleetAccelerator
+    from fleet.integrations._hf_accelerator import FleetAccelerator
 
     own = own_fleet(monkeypatch)
     own.init(is_collective=True)
@@ -51,7 +51,7 @@ def test_clipping_returns_the_norm_before_it(accelerator: Any) -> None:
 
 def test_a_skipped_step_is_known(accelerator: Any) -> None:
     """Trainer keeps the learning rate then; without amp every step counts."""
-    from fleet.integrations.hf_accelerator import FleetAcceleratedOptimizer
+    from fleet.integrations._hf_accelerator import FleetAcceleratedOptimizer
 
     module = torch.nn.Linear(3, 1)
     inner = accelerator.session.wrap_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.integrations.hf_arguments import check_running, checked_options
+from fleet.integrations._hf_arguments import check_running, checked_options
 from fleet.options import DistributedStrategy
 
 

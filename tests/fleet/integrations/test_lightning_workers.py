@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 from tests.helpers.sources import ROOT
 from tests.helpers.workers import run_workers
 
@@ -94,7 +94,7 @@ RECORD = RoleRecord(global_rank=5, world_size=8, local_rank=1, local_world_size=
 
 
 def test_the_environment_is_that_of_the_job() -> None:
-    from fleet.integrations.lightning_workers import FleetEnvironment
+    from fleet.integrations._lightning_workers import FleetEnvironment
 
     environment = FleetEnvironment(RECORD)
     environment.set_world_size(3)
@@ -119,7 +119,7 @@ def test_the_environment_is_that_of_the_job() -> None:
     ],  # fmt: skip
 )
 def test_arguments_that_agree_with_the_job(given: dict[str, Any]) -> None:
-    from fleet.integrations.lightning_workers import check_arguments
+    from fleet.integrations._lightning_workers import check_arguments
 
     check_arguments("Trainer", given, RECORD, torch.device("cuda", 1))
 
@@ -134,7 +134,7 @@ def test_arguments_that_agree_with_the_job(given: dict[str, Any]) -> None:
     ],
 )
 def test_arguments_that_contradict_the_job(given: dict[str, Any], rule: str) -> None:
-    from fleet.integrations.lightning_workers import check_arguments
+    from fleet.integrations._lightning_workers import check_arguments
 
     with pytest.raises(ConfigError, match=rule):
         check_arguments("Trainer", given, RECORD, torch.device("cuda", 1))

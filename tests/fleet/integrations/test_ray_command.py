@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, LaunchError
-from fleet.integrations import ray_command
-from fleet.integrations.ray_command import run
+from fleet.integrations import _ray_command
+from fleet.integrations._ray_command import run
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(ray_command, "launch", lambda script, **given: found.append({"script": script, **given}))
+    monkeypatch.setattr(_ray_command, "launch", lambda script, **given: found.append({"script": script, **given}))
     return found
 
 
@@ -65,5 +65,5 @@ def test_the_exit_code(error: BaseException, code: int, monkeypatch: pytest.Monk
     def fail(*args: Any, **given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(ray_command, "launch", fail)
+    monkeypatch.setattr(_ray_command, "launch", fail)
     assert run(["train.py"]) == code

@@ -21,9 +21,9 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from fleet.errors import ConfigError, LaunchError, WorkerFailedError
+from fleet.integrations._ray_job import RayJob
+from fleet.integrations._ray_request import read_request
 from fleet.integrations.ray import launch
-from fleet.integrations.ray_job import RayJob
-from fleet.integrations.ray_request import read_request
 from tests.helpers.sources import ROOT
 
 pytestmark = pytest.mark.slow

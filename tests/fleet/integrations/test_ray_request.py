@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, LaunchError, UnsupportedOptionError
+from fleet.integrations._ray_request import RayRequest, read_request
 from fleet.integrations.ray import launch
-from fleet.integrations.ray_request import RayRequest, read_request
 from tests.helpers.workers import free_ports
 
 DEFAULTS: dict[str, Any] = {

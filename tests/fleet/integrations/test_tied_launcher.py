@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-LAUNCHER = [sys.executable, "-m", "fleet.integrations.tied_launcher"]
+LAUNCHER = [sys.executable, "-m", "fleet.integrations._tied_launcher"]
 ENDLESS = """
 import os, time
 from pathlib import Path

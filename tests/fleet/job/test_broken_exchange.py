@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fleet
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
 from fleet.errors import ConfigError, RendezvousError
 from fleet.job.broken_exchange import UncaughtErrors, explained
 from fleet.job.whereabouts import ENDED, Whereabouts

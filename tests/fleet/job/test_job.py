@@ -9,7 +9,7 @@ from torch import nn
 from fleet.job.job import Job
 from fleet.job.wrapped_model import WrappedModel
 from fleet.options import DistributedStrategy
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 
 
 def test_a_job_without_servers_and_groups() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from fleet.job.axes import Axes
 from fleet.job.job_workers import Workers
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 
 HOST = torch.device("cpu")
 

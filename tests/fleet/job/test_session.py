@@ -13,8 +13,8 @@ from fleet.job.job import Job
 from fleet.job.session import Session
 from fleet.job.start import new_session
 from fleet.options import DistributedStrategy
-from fleet.role.record import RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.role_maker.record import RoleRecord
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper

@@ -11,7 +11,7 @@ import torch
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.job.start import choose_device, meeting_of
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 
 
 @pytest.fixture

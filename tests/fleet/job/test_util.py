@@ -14,8 +14,8 @@ from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionErro
 from fleet.job.job import Job
 from fleet.job.util import UtilBase
 from fleet.options import DistributedStrategy
-from fleet.role.record import Role, RoleRecord
 from fleet.role_maker import UserDefinedRoleMaker
+from fleet.role_maker.record import Role, RoleRecord
 from tests.helpers.workers import run_workers
 
 
@@ -58,6 +58,8 @@ def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:
     modes = ("sum", "min", "max")
     results = {f"{mode} {name}": util.all_reduce(v, mode) for mode in modes for name, v in values.items()}
     results["sum complex"] = util.all_reduce(np.array([1 + 2j]) * (rank + 1))
+    given = [[rank + 1, 2], [3, 4]]
+    assert [util.all_reduce(given), util.all_reduce([0.5])] == [[[3, 4], [6, 8]], [1.0]]
     return {name: (value, str(value.dtype)) for name, value in results.items()}
 
 
@@ -175,6 +177,7 @@ def test_a_single_process_gets_its_own_values() -> None:
     result[0] = 9.0  # type: ignore[index]
     assert given.tolist() == [1.0, 2.0]
     assert util.all_reduce(True) == 1
+    assert util.all_reduce([[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
     assert util.all_gather(3) == [3]
     util.barrier()
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fleet.errors import FleetError
-from fleet.k8s._controller import Controller
+from fleet.k8s.controller import Controller
 from tests.helpers.kube_api import ApiServer
 from tests.helpers.kubernetes import EXAMPLES, crd, example, job_document
 
 if TYPE_CHECKING:
-    from fleet.k8s._cluster import Cluster
+    from fleet.k8s.cluster import Cluster
 
 # The client is imported where a test runs: that alone takes two seconds.
 missing = [name for name in ("kubernetes", "jsonschema") if find_spec(name) is None]
@@ -46,7 +46,7 @@ def forgotten() -> list[str]:
 @pytest.fixture
 def cluster(api: ApiServer, tmp_path: Path, sizes: list[tuple[str, int]], forgotten: list[str]) -> Cluster:
     """The operator's view of it."""
-    from fleet.k8s._cluster import Cluster, open_client
+    from fleet.k8s.cluster import Cluster, open_client
 
     path = tmp_path / "kubeconfig"
     path.write_text(api.kubeconfig())
@@ -180,7 +180,7 @@ def test_a_job_that_the_definition_refuses_is_not_made(api: ApiServer) -> None:
 
 
 def test_a_file_that_names_no_cluster(tmp_path: Path) -> None:
-    from fleet.k8s._cluster import open_client
+    from fleet.k8s.cluster import open_client
 
     with pytest.raises(FleetError, match="does not say where a cluster is"):
         open_client(str(tmp_path / "absent"))

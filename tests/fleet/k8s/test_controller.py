@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from fleet.errors import FleetError
-from fleet.k8s._controller import Controller, Queue
-from fleet.k8s._objects import Document
-from fleet.k8s._reconcile import ClusterAction, Observed
+from fleet.k8s.controller import Controller, Queue
+from fleet.k8s.objects import Document
+from fleet.k8s.reconcile import ClusterAction, Observed
 from tests.helpers.kubernetes import job_document
 
 
@@ -89,7 +89,7 @@ def test_every_job_is_looked_at_once_after_the_start() -> None:
 def test_a_failure_is_told_and_tried_again(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fleet.k8s._controller._FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr("fleet.k8s.controller._FIRST_RETRY_S", 0.05)
     cluster = FakeCluster()
     cluster.failures = [error, error]
     controller = Controller(cluster, namespace=None, etcd_server=None)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fleet.k8s._contract import plan_elastic_variables
-from fleet.k8s._objects import LABEL_JOB
-from fleet.k8s._paddle_job import API_VERSION, GROUP, KIND, PLURAL, read_job
+from fleet.k8s.contract import plan_elastic_variables
+from fleet.k8s.objects import LABEL_JOB
+from fleet.k8s.paddle_job import API_VERSION, GROUP, KIND, PLURAL, read_job
 from tests.helpers.kubernetes import (
     DEPLOY,
     EXAMPLES,
@@ -170,8 +170,9 @@ def test_the_elastic_example_finds_the_etcd_beside_it_and_keeps_its_checkpoints(
     container = job["spec"]["worker"]["template"]["spec"]["containers"][0]
     script = container["args"][2].removeprefix("/fleet/")
     config = read(script=(str(DEPLOY.parent / script),), env=env)
-    assert (config.is_elastic, config.is_scheduled, config.elastic_server) == (True, True, "10.0.0.9:2379")
-    assert (config.min_nodes, config.max_nodes, config.job_id) == (2, 2, "default-resnet-elastic")
+    elastic = config.elastic
+    assert (elastic.is_elastic, elastic.is_scheduled, elastic.server) == (True, True, "10.0.0.9:2379")
+    assert (config.nodes.min, config.nodes.max, config.job_id) == (2, 2, "default-resnet-elastic")
     shared = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     (volume,) = [v for v in job["spec"]["worker"]["template"]["spec"]["volumes"] if "persistentVolumeClaim" in v]
     assert container["args"][3].startswith(f"--checkpoint={shared[volume['name']]}/")

@@ -19,7 +19,7 @@ def registry_of_the_operator() -> Any:
     """Returns a registry with the operator's handlers."""
     import kopf
 
-    from fleet.k8s._handlers import Options, register
+    from fleet.k8s.handlers import Options, register
 
     registry = kopf.OperatorRegistry()
     register(registry, Options())
@@ -27,8 +27,8 @@ def registry_of_the_operator() -> Any:
 
 
 def test_kopf_gets_the_same_account_as_the_client(tmp_path: Path) -> None:
-    from fleet.k8s._cluster import open_client
-    from fleet.k8s._handlers import connection
+    from fleet.k8s.cluster import open_client
+    from fleet.k8s.handlers import connection
 
     path = tmp_path / "kubeconfig"
     user = {"name": "u", "user": {"token": "secret"}}
@@ -64,7 +64,7 @@ def test_events_before_the_start_are_no_error() -> None:
 def test_the_module_for_kopf_run() -> None:
     import kopf
 
-    from fleet.k8s._handlers import register
+    from fleet.k8s.handlers import register
 
     before = kopf.get_default_registry()
     try:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fleet.k8s.__main__ import main, read_file
-from fleet.k8s._run_operator import liveness_url
+from fleet.k8s.__main__ import liveness_url, main, read_file
 from tests.helpers.kubernetes import DEPLOY, job_document
 from tests.helpers.sources import ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnknownOptionError, UnsupportedOptionError
-from fleet.k8s._paddle_job import RESERVED, read_job
+from fleet.k8s.paddle_job import RESERVED, read_job
 from tests.helpers.kubernetes import EXAMPLES, POD, example, job_document, paddlejob_schema, schema_errors
 
 

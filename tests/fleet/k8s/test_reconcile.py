@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.k8s._reconcile import ClusterAction, ClusterPlan, Observed, plan_reconcile
+from fleet.k8s.reconcile import ClusterAction, ClusterPlan, Observed, plan_reconcile
 from tests.helpers.kubernetes import POD, job_document, paddlejob_schema, schema_errors
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"

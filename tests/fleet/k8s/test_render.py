@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.k8s._paddle_job import read_job
-from fleet.k8s._render import TARGETS, Rendered, render
-from fleet.k8s._render_jobset import host_name
-from fleet.k8s._render_trainjob import gpus
+from fleet.k8s.paddle_job import read_job
+from fleet.k8s.render import TARGETS, Rendered, gpus, host_name, render
 from tests.helpers.kubernetes import (
     EXAMPLES,
     POD,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fleet.k8s._paddle_job import read_job
-from fleet.k8s._render import render
+from fleet.k8s.paddle_job import read_job
+from fleet.k8s.render import render
 from tests.helpers.kubernetes import job_document
 from tests.helpers.pods import Loopback, Node, pods_of_jobset, pods_of_trainjob
 

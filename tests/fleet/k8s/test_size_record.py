@@ -10,7 +10,7 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
-from fleet.k8s._size_record import forget_job, write_size
+from fleet.k8s.size_record import forget_job, write_size
 from fleet.launch.membership.agreement import Rules, first_world
 from fleet.launch.membership.world import COMPLETE, Node, to_json
 from tests.helpers import etcd

@@ -10,7 +10,7 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.k8s.__main__ import main
-from fleet.k8s._paddle_job import read_job
+from fleet.k8s.paddle_job import read_job
 from tests.helpers.kubernetes import job_document
 
 ROLE, POD, CONTAINER = "spec.worker", "spec.worker.template.spec", "spec.worker.template.spec.containers[0]"

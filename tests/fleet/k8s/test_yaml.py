@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fleet.errors import ConfigError
-from fleet.k8s._yaml import read_documents, write_documents
+from fleet.k8s.yaml import read_documents, write_documents
 
 # Texts that kubectl, or a reader of another version of YAML, takes for something else when they stand without quotes.
 TEXTS = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.meta_parallel import attention_blocks, attention_ring
+from fleet.meta_parallel import attention_ring
 from fleet.meta_parallel.context_parallel import ring_attention, split_inputs_sequence_dim_load_balance
 from tests.helpers import sequence_training as training
 from tests.helpers.workers import run_workers
@@ -35,9 +35,9 @@ def test_the_kernels_agree_with_plain_arithmetic(is_causal: bool, monkeypatch: p
     q, k, v, above = (torch.randn(2, 3, 5, 8) for _ in range(4))
     found = []
     for kind in ("cpu", "plain"):
-        monkeypatch.setattr(attention_blocks, "_kernel", lambda q, kind=kind: kind)
-        out, lse = attention_blocks.attend(q, k, v, is_causal, 0.3)
-        found.append((out, lse, *attention_blocks.attend_backward(above, q, k, v, out, lse, is_causal, 0.3)))
+        monkeypatch.setattr(attention_ring, "_kernel", lambda q, kind=kind: kind)
+        out, lse = attention_ring.attend(q, k, v, is_causal, 0.3)
+        found.append((out, lse, *attention_ring.attend_backward(above, q, k, v, out, lse, is_causal, 0.3)))
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 

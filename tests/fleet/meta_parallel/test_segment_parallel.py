@@ -16,7 +16,6 @@ from fleet.meta_parallel.segment_parallel import (
     ReshardLayer,
     check_attention,
     sep_attention,
-    sequence_mean,
     split_inputs_sequence_dim,
 )
 from tests.helpers import sequence_training as training
@@ -57,8 +56,8 @@ def test_one_process() -> None:
     expected = F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, is_causal=True).transpose(1, 2)
     assert torch.equal(sep_attention(q, q, q, is_causal=True), expected)
     assert torch.equal(ReshardLayer()(q), q)
-    assert sequence_mean(torch.tensor(6.0), 3).item() == 2.0
-    assert sequence_mean(torch.tensor(0.0), torch.tensor(0)).item() == 0.0
+    assert fleet.mean(torch.tensor(6.0), 3).item() == 2.0
+    assert fleet.mean(torch.tensor(0.0), torch.tensor(0)).item() == 0.0
     assert sequence_positions(6).tolist() == list(range(6))
 
 
@@ -76,7 +75,7 @@ def exchanged(rank: int, world_size: int) -> dict[str, Any]:
         with pytest.raises(ConfigError) as error:
             call()
         texts.append(str(error.value))
-    loss = sequence_mean(own.sum(), rank + 1)  # 1 token here, 2 there
+    loss = fleet.mean(own.sum(), rank + 1)  # 1 token here, 2 there
     model = fleet.distributed_model(nn.Linear(2, 2))
     assert own.grad is not None
     texts += unequal(model, rank)

@@ -61,7 +61,9 @@ def test_data_that_is_not_divided_is_named(data: str) -> None:
     [
         (LOADER, "fast = torch.compile(model)", "", "without the exchange"),
         (LOADER, "w = torch.utils.tensorboard.SummaryWriter()", "", "every worker would open it"),
-        (LOADER, "", "ok = torch.save(model, 'x')", "every worker would write it"),
+        (LOADER, "", "ok = torch.save(model.state_dict(), 'x')", "every worker would write it"),
+        (LOADER, "", "torch.save(model, 'x')", "Save model.module.state_dict()"),
+        (LOADER, "", "torch.save(model.state_dict(), 'x')\nmodel.load_state_dict(torch.load('x'))", "barrier_worker()"),
         (LOADER, "device = 'cuda:1'", "", "a fixed GPU"),
         (LOADER, "log = open('log.txt', 'a')", "", "every worker would write this file"),
     ],
@@ -221,3 +223,84 @@ def test_a_block_is_indented_as_the_script_is() -> None:
     made = migrate(text + loop).text
     assert "\tif fleet.is_first_worker():\n\t\ttorch.save(\n\t\t\tnet.module, 'a.pt')" in made
     assert "    " not in made
+
+
+_MAKERS = {
+    "method": "class Net(torch.nn.Module):\n    def configure_optimizers(self, lr):\n"
+    "        return torch.optim.AdamW(self.parameters(), lr=lr)\n",
+    "name": "def make(lr, net):\n    made = torch.optim.SGD(net.parameters(), lr=lr)\n    return made\n",
+    "two": "def inner(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n"
+    "def outer(lr, net):\n    return inner(net)\n",
+    "none": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("maker", "call"),
+    [
+        ("method", "model.configure_optimizers(0.1)"),
+        ("name", "make(0.1, model)"),
+        ("two", "outer(0.1, net=model)"),
+        ("none", "torch.optim.SGD(model.parameters(), lr=0.1)"),
+    ],
+)
+def test_an_optimizer_is_wrapped_once_where_its_function_is_called(maker: str, call: str) -> None:
+    head = f"import torch\nfrom torch.utils.data import DataLoader\n\n{_MAKERS[maker]}"
+    loop = "for x in loader:\n    model(x).backward()\n    optimizer.step()\n"
+    make = f"model = Net()\noptimizer = {call}\n"
+    made = migrate(f"{head}loader = DataLoader(data)\n{make}{loop}")
+    assert hand(made) == ""
+    wraps = "optimizer = fleet.distributed_optimizer(optimizer)\nmodel = fleet.distributed_model(model)\n"
+    assert make + wraps in made.text
+    assert (made.text.count("distributed_optimizer("), made.text.count("distributed_model(")) == (1, 1)
+
+
+def test_an_optimizer_of_a_function_that_nobody_calls_is_wrapped_in_it() -> None:
+    loop = "for x in loader:\n    model(x).backward()\n"
+    made = migrate(f"import torch\n{_MAKERS['method']}model, optimizer = build(0.1)\n{loop}")
+    assert "return fleet.distributed_optimizer(torch.optim.AdamW" in made.text
+
+
+@pytest.mark.parametrize(
+    ("condition", "named"),
+    [
+        ("if args.adam:\n    optimizer = torch.optim.Adam(model.parameters())\n", True),
+        (
+            "if args.adam:\n    optimizer = torch.optim.Adam(model.parameters())\n"
+            "else:\n    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n",
+            False,
+        ),
+    ],
+)
+def test_a_model_that_is_wrapped_under_a_condition_alone_is_named(condition: str, named: bool) -> None:
+    loop = "for x in loader:\n    model(x).backward()\n"
+    made = migrate(f"import torch\nloader = torch.utils.data.DataLoader(data)\n{condition}{loop}")
+    assert ("under this condition alone the model is wrapped" in hand(made)) == named
+    assert made.text.count("model = fleet.distributed_model(model)") == (1 if named else 2)
+
+
+@pytest.mark.parametrize(
+    ("test", "named"), [("value < 0.1", True), ("i > 3 and value < 0.1", True), ("i > 3", False), ("total", False)]
+)
+def test_a_loop_that_a_worker_would_leave_alone_is_named(test: str, named: bool) -> None:
+    loop = (
+        "for i, x in enumerate(loader):\n    loss = model(x)\n    loss.backward()\n    value = loss.item()\n"
+        f"    if {test}:\n        break\n"
+    )
+    make = "optimizer = torch.optim.Adam(model.parameters())\n"
+    made = migrate(f"import torch\nloader = torch.utils.data.DataLoader(data)\n{make}{loop}")
+    assert (f"{test} | each worker would end by a number of its own" in hand(made)) == named
+
+
+def test_a_checkpoint_that_is_loaded_before_training_is_not_named() -> None:
+    made = single(LOADER, "model.load_state_dict(torch.load('x'))", "torch.save(model.state_dict(), 'x')")
+    assert hand(made) == ""
+
+
+@pytest.mark.parametrize("seed", ["torch.manual_seed(0)\n", ""])
+def test_data_that_is_drawn_without_a_seed_is_noted(seed: str) -> None:
+    loop = "for x in torch.utils.data.DataLoader(rows):\n    model(x, torch.rand(1)).backward()\n"
+    make = "optimizer = torch.optim.Adam(model.parameters())\n"
+    made = migrate(f"import torch\n{seed}rows = torch.randn(8, 4)\n{make}{loop}")
+    noted = [found.what for found in made.findings if "without a seed" in found.why]
+    assert noted == ([] if seed else ["torch.randn(8, 4)"])

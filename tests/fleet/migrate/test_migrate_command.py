@@ -54,9 +54,13 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     whole.write_text(text_of("single_before"))
     part.write_text(text_of("accelerate_before"))
     broken.write_text("def f(:\n")
-    assert main(["migrate", str(whole)]) == 0
+    arguments = ["--", "--batch-size", "8", "--out", str(tmp_path / "out")]
+    assert main(["migrate", str(whole), *arguments]) == 0
     assert "+from fleet import fleet\n" in capsys.readouterr().out
-    assert main(["migrate", str(part), "--json"]) == 1
+    assert not (tmp_path / "out").exists()
+    assert main(["migrate", str(whole), "--no-run"]) == 1
+    assert "it was not run" in capsys.readouterr().out
+    assert main(["migrate", str(part), "--json", "--no-run"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert (shown["kind"], shown["status"], shown["by_hand"][0]["line"]) == ("accelerate", 1, 37)
     assert whole.read_text() == text_of("single_before")
@@ -71,7 +75,7 @@ def test_what_is_left_is_named_with_file_line_reason_and_advice(
 ) -> None:
     path = tmp_path / "part.py"
     path.write_text(text_of("accelerate_before"))
-    main(["migrate", str(path)])
+    main(["migrate", "--no-run", str(path)])
     assert f"{path}:37: scheduler\n    Accelerate stepped this scheduler" in capsys.readouterr().out
 
 
@@ -80,11 +84,11 @@ def test_write_keeps_the_old_script_and_refuses_to_replace_it(
 ) -> None:
     path, kept = tmp_path / "train.py", tmp_path / "train.py.orig"
     path.write_text(text_of("ddp_before"))
-    assert main(["migrate", "--write", str(path)]) == 0
+    assert main(["migrate", "--no-run", "--write", str(path)]) == 1
     assert (path.read_text(), kept.read_text()) == (text_of("ddp_after"), text_of("ddp_before"))
-    assert main(["migrate", "--write", str(path)]) == 0  # nothing to change, so nothing to keep
+    assert main(["migrate", "--no-run", "--write", str(path)]) == 1  # nothing to change, so nothing to keep
     path.write_text(text_of("single_before"))
-    assert main(["migrate", "--write", str(path)]) == 2
+    assert main(["migrate", "--no-run", "--write", str(path)]) == 2
     assert "train.py.orig exists" in capsys.readouterr().err
     assert (path.read_text(), kept.read_text()) == (text_of("single_before"), text_of("ddp_before"))
 
@@ -98,6 +102,55 @@ def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_that_trains_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="imports none of torch, accelerate and paddle"):
         migrate("print(1)\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["x = " + " + ".join(["1"] * 20_000), "x = y" + ".a" * 5000, "x = " + "-" * 3000 + "1"]
+)
+def test_what_is_nested_too_deeply_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply to be read"):
+        migrate(f"import torch\n{line}\n")
+
+
+def test_a_sum_of_many_terms_is_read() -> None:
+    assert migrate("import torch\nx = " + " + ".join(["1"] * 100)).kind == "single"
+
+
+def test_a_file_that_is_not_regular_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    for path in (tmp_path / "pipe.py", tmp_path):
+        assert main(["migrate", str(path)]) == 2
+        assert f"{path} is no regular file" in capsys.readouterr().err
+
+
+_PADDLE = """\
+import numpy as np
+import paddle
+from paddle.distributed import fleet
+fleet.init(is_collective=True)
+net = paddle.nn.Linear(4, 3)
+optimizer = paddle.optimizer.Momentum(0.1, 0.9, parameters=net.parameters())
+optimizer = fleet.distributed_optimizer(optimizer)
+net = fleet.distributed_model(net)
+label = paddle.to_tensor(np.zeros((2, 1), "int64"))
+for step in range(3):
+    loss = paddle.nn.NLLLoss()(net(paddle.ones([2, 4], "float32")), label)
+    loss.backward()
+    optimizer.step()
+    net.clear_gradients()
+"""
+
+
+def test_what_the_new_script_stumbles_over_is_named_at_its_old_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(_PADDLE)
+    assert main(["migrate", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert f"{path}:11: loss = torch.nn.NLLLoss" in shown.out
+    assert "label.flatten()" in shown.out
+    assert "runs the new train.py until its second update" in shown.err
 
 
 def test_a_script_on_fleet_with_rests_of_another_kind_is_named_and_not_changed() -> None:

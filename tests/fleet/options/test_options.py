@@ -90,6 +90,21 @@ def test_what_is_read_can_be_written() -> None:
     assert strategy == other
 
 
+def test_keys_of_hybrid_configs_read_back_as_the_options_that_say_the_same() -> None:
+    """Paddle's test_hybrid_parallel_configs_order and _mp_configs; a view shows it, and the default comes back."""
+    strategy = DistributedStrategy()
+    view, default = strategy.hybrid_parallel_order, list(strategy.hybrid_parallel_order)
+    order = ["sharding", "mp", "dp", "pp"]
+    strategy.hybrid_configs = {"order": order, "mp_configs": {"sync_param_name": ["embedding", ".w"]}}
+    assert view == strategy.hybrid_parallel_order == copy.deepcopy(strategy).hybrid_parallel_order == order
+    assert strategy.sync_param_name == ["embedding", ".w"]
+    assert not strategy.is_set("hybrid_parallel_order")
+    strategy.hybrid_configs["order"] = []
+    strategy.hybrid_configs.mp_configs.sync_param_name = []
+    assert view == strategy.hybrid_parallel_order == default
+    assert strategy.sync_param_name == DistributedStrategy().sync_param_name
+
+
 def test_lists_replace() -> None:
     """A0.7: Paddle appends; here the second list stands alone."""
     strategy = DistributedStrategy()

@@ -69,6 +69,19 @@ WRITES: dict[str, tuple[Callable[[DistributedStrategy], Any], dict[str, Any]]] =
         lambda s: s.sparse_table_configs.setdefault("emb", {}).setdefault("rule", []).append("a"),
         {"sparse_table_configs": {"emb": {"rule": ["a"]}}},
     ),
+    "free key by attribute": (
+        lambda s: (
+            setattr(s.sparse_table_configs, "emb", {"rate": 1.0}),
+            setattr(s.sparse_table_configs.emb, "rate", 0.5),
+            setattr(s.sparse_table_configs, "gone", {}),
+            delattr(s.sparse_table_configs, "gone"),
+        ),
+        {"sparse_table_configs": {"emb": {"rate": 0.5}}},
+    ),
+    "description by attribute": (
+        lambda s: setattr(s.fleet_desc_configs, "emb", {"rate": 0.5}),
+        {"fleet_desc_configs": {"emb": {"rate": 0.5}}},
+    ),
     "build_strategy": (
         lambda s: s.build_strategy.__setitem__("fuse_all_optimizer_ops", True),
         {"build_strategy": {"fuse_all_optimizer_ops": True}},
@@ -119,6 +132,8 @@ REFUSED: dict[str, tuple[Callable[[DistributedStrategy], Any], str]] = {
     "setdefault": (lambda s: s.amp_configs.setdefault("incr_ration", 1), "Did you mean 'incr_ratio'"),
     "popitem": (lambda s: s.amp_configs.popitem(), "the keys are fixed"),
     "free value": (lambda s: s.sparse_table_configs.update(emb={"rule": {1, 2}}), "takes strings, finite numbers"),
+    "free attribute": (lambda s: setattr(s.sparse_table_configs, "emb", {1, 2}), "takes strings, finite numbers"),
+    "free method": (lambda s: setattr(s.sparse_table_configs, "items", {}), r"Write \['items'\] = {}"),
     "free key": (lambda s: s.sparse_table_configs.update({1: 2}), "its keys are strings"),
     "build_strategy": (lambda s: s.build_strategy.__setitem__("enable_adto", True), "Did you mean 'enable_addto'"),
 }

@@ -1,6 +1,6 @@
 """ReferenceStore: the rows of one sparse table in a dictionary and numpy arrays.
 
-The oracle of :class:`fleet.ps.table.kernel_store.KernelStore`: the same results at a fraction of the speed. One lock,
+The oracle of the kernels behind :class:`fleet.ps.table.sparse_table.SparseTable`: the same results, slowly. One lock,
 everything in plain sight.
 """
 
@@ -20,7 +20,8 @@ from fleet.ps.table.hash import NUM_SUB_SHARDS, mix, mix_int
 from fleet.ps.table.layout import ColumnBlock, Float32s, Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps.table.rows import MAX_ROW_COUNT, MAX_UNSEEN_DAYS, RowBlock, Statistics, Window
 from fleet.ps.table.rules import LEARNING_RATE
-from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.table.save_chain import SaveChain
+from fleet.ps.table.sparse_table import ROWS_PER_WINDOW, SparseTable
 from tests.fleet.ps.reference_ids import initial_values, place_of, sub_shard_of, uniform_bits
 from tests.fleet.ps.reference_rules import update_rows
 
@@ -419,9 +420,46 @@ class ReferenceTable(SparseTable):
     def __init__(self, config: SparseTableConfig) -> None:
         self.config = config
         self.gate = Gate()
-        self._store = ReferenceStore(config)  # type: ignore[assignment]
+        self._memory = ReferenceStore(config)
         self._learning_rate = None
+        self.chain = SaveChain()
         self.on_delete = None
+
+    def _pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
+        self._memory.pull(keys, out, create)
+
+    def _push(self, keys: Int64s, *gradients: Any) -> None:
+        self._memory.push(keys, *gradients)
+
+    def _add(self, keys: Int64s, deltas: Float32s) -> None:
+        self._memory.add(keys, deltas)
+
+    def _contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
+        return self._memory.contains(keys)
+
+    def plan_windows(self, rows_per_window: int = ROWS_PER_WINDOW) -> list[Window]:
+        return self._memory.plan_windows(rows_per_window)
+
+    def _copy_window(self, window: Window) -> RowBlock:
+        return self._memory.copy_window(window)
+
+    def _insert(self, block: RowBlock) -> None:
+        self._memory.insert(block)
+
+    def _shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
+        return self._memory.shrink_window(window, least, max_unseen_days, decay)
+
+    def _erase(self, keys: Int64s) -> int:
+        return self._memory.erase(keys)
+
+    def _settle(self, keys: Int64s, deltas: Float32s) -> None:
+        self._memory.settle(keys, deltas)
+
+    def _reserve(self, num_rows: int) -> None:
+        self._memory.reserve(num_rows)
+
+    def _clear(self) -> None:
+        self._memory.clear()
 
 
 def table_of(config: SparseTableConfig, use_kernels: bool) -> SparseTable:

@@ -48,7 +48,7 @@ def check_limits(server):
     for number, config in TABLES.items():
         table = server.state.tables[number].table
         assert table.num_rows <= config.bounds.max_rows
-        assert table._store.num_entries <= 2 * config.bounds.max_rows
+        assert table._memory.num_entries <= 2 * config.bounds.max_rows
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

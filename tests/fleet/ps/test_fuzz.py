@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 from fleet.ps.wire.auth import GREETING_BYTES, prove_to_server
 from fleet.ps.wire.messages import (
     HEADER_BYTES,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 TABLE = (
     "import numpy as np; from fleet.ps import SparseTable, SparseTableConfig as C\n"
     "t = SparseTable(C('t', 16)); k = np.arange(9)\n"
-    "t.pull(k); t.push(k, np.ones((9, 16), np.float32)); print(type(t._store).__name__, float(t.pull(k).sum()))"
+    "t.pull(k); t.push(k, np.ones((9, 16), np.float32)); print(type(t._memory).__name__, float(t.pull(k).sum()))"
 )
 
 
@@ -87,14 +87,14 @@ def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
     )
     first, second = _run(code).splitlines()
     assert first == "False"
-    assert second.startswith("KernelStore")
+    assert second.startswith("TableMemory")
 
 
 KERNELS = (
     "from fleet.ps.table.kernels.rule_kernels import update_function\n"
     "update_function('sgd')\n"
     "from fleet.ps.table.kernels.id_kernels import merge_rows; merge_rows(0, 0, 0, 0, 0, 0)\n"
-    "import numpy as np; from fleet.dataset._kernels import copy_runs\n"
+    "import numpy as np; from fleet.dataset.kernels import copy_runs\n"
     "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
 )
 

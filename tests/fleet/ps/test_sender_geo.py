@@ -14,7 +14,7 @@ from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.worker.geo import GeoCommunicator, GeoRows
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
 from tests.fleet.ps.local_transport import Fault
-from tests.fleet.ps.service import DENSE, SGD, SPARSE, ZEROS, Gradient, gradient, ids, rows, serving
+from tests.fleet.ps.service import DENSE, SGD, SPARSE, ZEROS, Gradient, gradient, ids, rows, serving, until
 
 TWO = {0: SPARSE, 1: DENSE, 2: SparseTableConfig("b", 2, SGD, initializer=ZEROS)}
 
@@ -178,7 +178,7 @@ def test_threads_count_what_all_of_them_have_sent():
         sender.stop()
 
 
-def test_a_lost_server_is_raised_where_the_worker_trains():
+def test_a_lost_server_is_said_and_raised_where_the_worker_trains(caplog):
     with serving() as service:
         sender, _, _ = sending(service, SenderConfig(), deadline_s=0.5)
         service.servers[0].stop()
@@ -188,6 +188,21 @@ def test_a_lost_server_is_raised_where_the_worker_trains():
         with pytest.raises(PSError, match="did not answer"):
             sender.put({0: gradient([1])}, step=2)
         sender.stop()
+    assert caplog.text.count("The thread 'sender 0' has ended, and nothing does its work any more: PSError") == 1
+
+
+def test_a_sender_that_is_ended_while_it_waits_says_nothing(caplog):
+    with serving() as service:
+        sender, _, _ = sending(service, SenderConfig(), deadline_s=60.0)
+        service.servers[0].stop()
+        sender.put({0: gradient([1])}, step=1)
+        until(lambda: not sender.waiting()[0])
+        began = time.monotonic()
+        sender.abort()
+        assert time.monotonic() - began < 20
+        with pytest.raises(PSError, match="has been stopped"):
+            sender.put({0: gradient([1])}, step=2)
+    assert caplog.text == ""
 
 
 def test_a_restarted_worker_replays_merged_steps_once():

@@ -99,7 +99,7 @@ def test_growth_keeps_the_load() -> None:
     keys = np.arange(200_000) * 7919
     for start in range(0, len(keys), 10_000):
         table.pull(keys[start : start + 10_000])
-    shards = table._store._shards  # type: ignore[union-attr]
+    shards = table._memory._shards  # type: ignore[union-attr]
     load = shards[:, NUM_ENTRIES] / shards[:, CAPACITY]
     assert (load <= 0.75).all()
     assert (load > 0.45).all()
@@ -280,10 +280,10 @@ def test_a_load_finds_an_index_of_the_final_size(tmp_path: Path) -> None:
     insert = loaded.insert
 
     def watched(block: RowBlock) -> None:
-        capacities.append(loaded._store._shards[:, CAPACITY].copy())
+        capacities.append(loaded._memory._shards[:, CAPACITY].copy())
         insert(block)
 
     loaded.insert = watched  # type: ignore[method-assign]
     assert load_table(loaded, tmp_path) == 100_000
-    assert (capacities[0] == loaded._store._shards[:, CAPACITY]).all()
-    assert (capacities[0] * 3 // 4 > table._store._shards[:, NUM_ENTRIES]).all()
+    assert (capacities[0] == loaded._memory._shards[:, CAPACITY]).all()
+    assert (capacities[0] * 3 // 4 > table._memory._shards[:, NUM_ENTRIES]).all()

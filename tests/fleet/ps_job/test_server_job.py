@@ -336,6 +336,46 @@ def test_a_gradient_that_is_not_finite_names_its_key(monkeypatch: pytest.MonkeyP
     own.session.close()
 
 
+def plain_losses(mode: str, wrapped: bool, embedding: nn.Embedding | None = None) -> list[float]:
+    """Losses of a model without rows on one worker, with and without ``distributed_model``."""
+    own, made = Fleet(), strategy(mode)
+    own.init(strategy=made, log_level="ERROR")
+    torch.manual_seed(0)
+    net = nn.Sequential(embedding, nn.Linear(4, 1)) if embedding is not None else nn.Linear(4, 1)
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = own.distributed_model(net) if wrapped else net
+    own.init_worker()
+    losses = []
+    try:
+        for _ in range(5):
+            x = torch.randint(0, 10, (4,)) if embedding is not None else torch.randn(4, 4)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        own.stop_worker()
+    finally:
+        own.session.close()
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo"])
+def test_an_optimizer_trains_a_model_without_rows_that_nobody_wrapped(mode: str) -> None:
+    """001-01: Fleet 1.x has no distributed_model; it trains as the wrapped one, and nothing is said."""
+    assert plain_losses(mode, False) == plain_losses(mode, True)
+
+
+def test_rows_need_their_model() -> None:
+    with pytest.raises(NotInitializedError, match="nn.Embedding.sparse=True.*distributed_model"):
+        plain_losses("sync", False, nn.Embedding(10, 4, sparse=True))
+    dense = nn.Embedding(10, 4)
+    state = {name: value.clone() for name, value in dense.state_dict().items()}
+    first = plain_losses("sync", False, dense)
+    dense.load_state_dict(state)
+    assert first == plain_losses("sync", True, dense)
+
+
 def test_what_cannot_be_served_is_refused_where_it_is_said() -> None:
     """002-17, 001-10: the refusal names what works, and nothing was changed."""
     weight = [nn.Parameter(torch.zeros(2))]
@@ -354,7 +394,7 @@ def test_what_cannot_be_served_is_refused_where_it_is_said() -> None:
     clipped = fleet.optimizer.SGD(0.1, WideAndDeep().parameters(), grad_clip=fleet.ClipGradByGlobalNorm(1.0))
     with pytest.raises(ConfigError, match="rows on the servers would be missed"):
         own.distributed_optimizer(clipped)
-    optimizer = own.distributed_optimizer(torch.optim.SGD(weight, 0.1))
+    optimizer = own.distributed_optimizer(torch.optim.SGD(WideAndDeep().parameters(), 0.1))
     with pytest.raises(NotInitializedError, match="distributed_model"):
         own.init_worker()
     with pytest.raises(NotInitializedError, match="init_worker"):

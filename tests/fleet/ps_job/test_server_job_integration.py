@@ -91,6 +91,58 @@ def test_two_servers_and_two_workers_train_as_one_process_twice_with_the_same_bi
     assert "is listening on 127.0.0.1:" in (tmp_path / "log" / "first" / "serverlog.1").read_text()
 
 
+SEED = """
+import torch
+from fleet.base import role_maker
+from fleet import StrategyFactory, fleet
+role = role_maker.PaddleCloudRoleMaker()
+fleet.init(role)
+model = torch.nn.Linear(8, 1); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+strategy = StrategyFactory.create_sync_strategy()
+optimizer = fleet.distributed_optimizer(optimizer, strategy)
+if fleet.is_server():
+    fleet.init_server()
+    fleet.run_server()
+if fleet.is_worker():
+    fleet.init_worker()
+    for step in range(3):
+        data = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + fleet.worker_index()))
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("weights", model.weight.tolist(), flush=True)
+    fleet.stop_worker()
+"""
+
+
+def test_the_ten_lines_without_distributed_model(tmp_path: Path) -> None:
+    """001-01: both roles end well, and the workers, which drew other weights, hold the same ones."""
+    script = tmp_path / "train.py"
+    script.write_text(SEED)
+    flags = ["--server_num=1", "--worker_num=2", f"--log_dir={tmp_path / 'log'}"]
+    code, text = finish(start(["-m", "fleet.launch", *flags, str(script)]))
+    assert code == 0, text
+    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2)]
+    weights = [re.search(r"weights .*", log) for log in logs]
+    assert weights[0] is not None
+    assert weights[1] is not None
+    assert weights[0][0] == weights[1][0]
+    assert "Warning" not in "".join(logs)
+
+
+def test_a_worker_that_leaves_its_servers_waiting_is_said(tmp_path: Path) -> None:
+    """The launcher says it while the others train; one that has called stop_worker() may leave early."""
+    for leave, is_said in (("raise SystemExit", True), ("break", False)):
+        script = tmp_path / "train.py"
+        text = SEED.replace("create_sync_strategy", "create_async_strategy").replace("range(3)", "range(30)")
+        early = f"        if fleet.worker_index() == 1 and step == 1:\n            {leave}\n"
+        script.write_text(text.replace("    print(", f"{early}        __import__('time').sleep(0.1)\n    print("))
+        flags = ["--server_num=1", "--worker_num=2", f"--log_dir={tmp_path / 'log'}"]
+        code, text = finish(start(["-m", "fleet.launch", *flags, str(script)]))
+        assert code == 0, text
+        assert ("worker 1 ended without fleet.stop_worker(), with exit code 0, while worker 0 of" in text) == is_said
+
+
 def test_processes_started_by_hand_in_any_order(tmp_path: Path) -> None:
     """001-02 to 001-06, 001-08: workers first, without POD_IP and PADDLE_PORT; the absent servers are listed."""
     endpoints = _free_endpoints(2)

@@ -12,7 +12,7 @@ from torch import nn
 
 import fleet
 from fleet.facade import Fleet
-from tests.helpers.served import run_job
+from tests.helpers.served import ServedJob, run_job
 
 _SEEDING = threading.Lock()
 Loop = Callable[[Any, torch.Tensor], None]
@@ -147,3 +147,26 @@ def test_losses_of_two_workers_in_other_modes() -> None:
         start = Net().out.bias.item()
     for bias in run_job(work, num_workers=2, strategy=strategy("async")):
         assert bias.item() == pytest.approx(start - 2 * 3 * 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of the compiler
+@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(9, 4, sparse=True), lambda: fleet.SparseEmbedding(4)])
+def test_a_compiled_model_is_evaluated_between_steps(mode: str, make: Callable[[], nn.Module]) -> None:
+    """Issue 37, 5: the compiler leaves lookups out; it failed on the arrays of those that record no gradient."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        job = ServedJob(mode, lambda: nn.Sequential(make(), nn.Linear(4, 1)), 0.1)
+        run: Any = torch.compile(job.model, backend="eager") if compiled else job.model
+        for _ in range(2):
+            run(torch.arange(4)).square().sum().backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.trainer.flush()
+            with torch.no_grad():
+                scores = run(torch.arange(4))
+        found.append(scores)
+        job.end()
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)

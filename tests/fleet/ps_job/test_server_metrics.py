@@ -23,10 +23,11 @@ import fleet
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.facade import Fleet
+from fleet.launch.page.page_folder import PageFolder, ServerRecord
 from fleet.ps.server.measures import Measure
 from fleet.ps.server.server_process import run_server
 from fleet.ps.server.server_state import ServerState
-from fleet.ps_job.server_metrics import Metrics, address_towards, serve_measures
+from fleet.ps_job.server_metrics import Metrics, address_towards, serve_measures, write_server_page
 from tests.fleet.ps.service import Service, silent, until
 from tests.fleet.ps.standby.test_pair import FIRST, Duo, push_and_flush
 from tests.fleet.ps_job.test_server_job import make_sgd, served, strategy
@@ -114,7 +115,7 @@ def test_a_worker_says_how_many_events_of_a_stream_wait(monkeypatch: pytest.Monk
             return 9 + partition
 
     def work(own: Fleet, rank: int) -> None:
-        monkeypatch.setattr("fleet.dataset._stream.running_session", lambda: own.session)
+        monkeypatch.setattr("fleet.dataset.stream.running_session", lambda: own.session)
         model, optimizer = served(own, strategy("async"), make_sgd)
         dataset = fleet.StreamDataset(
             Events(), lambda event: event, batch_size=1, collate=lambda samples: samples[0], name="a", partitions=2
@@ -386,3 +387,32 @@ def _wait(seconds: float = 0.02) -> Any:
     import time
 
     time.sleep(seconds)
+
+
+def test_each_server_shows_its_tables_while_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_PAGE_FOLDER", str(tmp_path))
+    monkeypatch.setattr("fleet.ps_job.server_metrics._PAGE_PERIOD_S", 0.02)
+    found: list[dict[int, list[ServerRecord]]] = []
+
+    def work(own: Fleet, rank: int) -> None:
+        model, optimizer = served(own, strategy("async"), make_sgd)
+        train(model, optimizer, batches(4))
+        own.session.server_job.running().flush()
+        folder = PageFolder(tmp_path)
+        for _ in range(500):
+            servers = folder.servers()
+            if len(servers) == 2 and all(r.totals["changes"] and r.tables for (r,) in servers.values()):
+                found.append(servers)
+                break
+        own.stop_worker()
+
+    run_job(work, num_servers=2, strategy=strategy("async"))
+    rows = [sum(t.get("table_rows", 0) for t in record.tables.values()) for (record,) in found[0].values()]
+    assert all(rows)
+    assert {"memory_bytes", "pulled_rows_per_s", "pushed_rows_per_s"} <= set(found[0][0][0].totals)
+    assert list(tmp_path.glob("server.*")) == [], "nobody serves any more"
+
+
+def test_without_a_page_nothing_is_written(tmp_path: Path) -> None:
+    state: Any = None  # it is not looked at
+    write_server_page(state, 0, Environment({}))()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fleet
-from fleet.dataset import _training as training
+from fleet.dataset import training as training
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
 from tests.fleet.ps_job.test_server_job import strategy

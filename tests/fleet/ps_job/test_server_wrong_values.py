@@ -45,6 +45,7 @@ A_SYNC = {
     "publish": [3, True],
     "publish_every_s": [0, -1.0, "x", True],
     "publish_values": ["fp8", 3],
+    **{name: ["embedding.*", 3, True] for name in ("sparse_modules", "unbounded_modules")},
     "heter_worker_device_guard": [3],
     "use_ps_gpu": [2, "x"],
     "use_gpu_graph": [2, "x"],
@@ -94,7 +95,6 @@ def test_options(name: str, value: object, rule: str) -> None:
         ("a_sync_configs", {"heter_worker_device_guard": "gpu"}, "leave it 'cpu'"),
         ("a_sync_configs", {"use_ps_gpu": 1}, "none on GPUs"),
         ("a_sync_configs", {"use_gpu_graph": 1}, "none on GPUs"),
-        ("fleet_desc_configs", {"ads": {}}, "sparse_table_configs"),
         ("fs_client_param", {"uri": "hdfs://localhost"}, "HDFSClient"),
     ],
 )
@@ -314,6 +314,7 @@ VARIABLES = {
     "FLEET_PS_DEADLINE": ["0", "-1", "x", "nan", "inf"],
     "FLEET_PS_LEASE": ["0", "x", "nan"],
     "FLEET_PS_LEVEL": ["3", "4", "x", "2"],
+    "FLEET_PS_SKIP_DAMAGE": ["x", "2"],
     "FLEET_PS_STANDBY": ["x", "1"],
     "FLEET_PS_STANDBY_ENDPOINTS": ["127.0.0.1:1"],
     "FLEET_PS_METRICS_PORT": ["0", "x", "65535"],

@@ -16,7 +16,7 @@ from fleet.errors import ConfigError, FleetError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.worker.exchange_modes import HalfAsyncExchange
+from fleet.ps.worker.async_exchange import HalfAsyncExchange
 from fleet.ps.worker.sender import AsyncSender, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.trainer import Trainer, TrainerConfig

@@ -16,7 +16,7 @@ from tests.helpers.served import batches, run_job
 
 
 def reading(own: Fleet, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> fleet.StreamDataset:
-    monkeypatch.setattr("fleet.dataset._stream.running_session", lambda: own.session)
+    monkeypatch.setattr("fleet.dataset.stream.running_session", lambda: own.session)
     events = batches(9)
     return fleet.StreamDataset(
         lambda partition, start: ((offset, events[offset]) for offset in range(start, 9)),

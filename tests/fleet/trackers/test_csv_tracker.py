@@ -16,7 +16,7 @@ def write(folder: Path, steps: range, first: int | None = None) -> list[dict[str
     for step in steps:
         tracker.log({"loss": step / 3, 'a "b", c': 2.0}, step)
     tracker.close()
-    with (folder / "run.csv").open(newline="") as file:
+    with (folder / "run.csv").open(newline="", errors="replace") as file:
         return list(csv.DictReader(file))
 
 
@@ -25,6 +25,21 @@ def test_rows(tmp_path: Path) -> None:
     assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
         ("1", "loss", 1 / 3), ("1", 'a "b", c', 2.0), ("2", "loss", 2 / 3), ("2", 'a "b", c', 2.0),
     ]  # fmt: skip
+
+
+def test_damaged_rows_cost_no_others(tmp_path: Path) -> None:
+    """Once such a row made the tracker fail at the start, and it got no more values."""
+    write(tmp_path, range(3))
+    with (tmp_path / "run.csv").open("ab") as file:
+        file.write(
+            b"\xb2,0,loss,1\n"
+            + "\u00b2,0,loss,1\n".encode()
+            + b"9" * 5000
+            + b",0,loss,1\n\x00\xff\n2,0,\xff\xe2\x80\xa8,1\n"
+        )
+    rows = write(tmp_path, range(3, 5), first=3)
+    assert [int(row["step"]) for row in rows if row["name"] == "loss"] == list(range(5))
+    assert len(rows) == 11
 
 
 def test_steps_that_are_trained_again_stand_once(tmp_path: Path) -> None:

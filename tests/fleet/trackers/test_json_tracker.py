@@ -29,7 +29,8 @@ def test_lines(tmp_path: Path) -> None:
 
 def test_steps_that_are_trained_again_stand_once(tmp_path: Path) -> None:
     write(tmp_path, range(8))
-    with (tmp_path / "run.jsonl").open("a") as file:
+    with (tmp_path / "run.jsonl").open("a", errors="surrogatepass") as file:
+        file.write(f"{'[' * 200_000}\n7\n\ud800\n")  # damaged
         file.write('{"step": 8, "lo')  # killed while it wrote
     assert [line["step"] for line in write(tmp_path, range(5, 10), first=5)] == list(range(10))
 

@@ -102,7 +102,7 @@ def test_no_batch_is_left_out_or_trained_twice(make: Any, every: int, steps: int
 @pytest.mark.parametrize("make", [loader, parquet, stream])
 def test_a_stop_on_request_loses_no_batch(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """004-05: the step after which the workers leave is the last one that the resumed loop does not repeat."""
-    from fleet.elastic._health import Health
+    from fleet.elastic.health import Health
 
     monkeypatch.setenv("FLEET_PREEMPT_GRACE", "30")
     model, optimizer, data, _ = start(tmp_path, make, every=0)

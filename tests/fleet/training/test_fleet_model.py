@@ -212,6 +212,29 @@ def test_exported_module_is_the_users(net: Net, model: FleetModel, tmp_path: Pat
     torch.testing.assert_close(torch.export.load(path).module()(x), net(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+def test_what_records_a_wrapped_model_is_refused(
+    model: FleetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """TorchScript took the module and failed at Fleet's annotations, on several workers export and trace at checks."""
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(torch.jit.trace(model.eval(), x)(x), model(x))
+    records: dict[str, Any] = {
+        "script": lambda: torch.jit.script(model),
+        "script of a module that holds it": lambda: torch.jit.script(nn.Sequential(model)),
+        "trace": lambda: torch.jit.trace(model, x),
+        "export": lambda: torch.export.export(model, (x,)),
+    }
+    monkeypatch.setattr(type(model._job), "world_size", 2)
+    for record in records.values():
+        with pytest.raises(ConfigError, match="cannot be a part of what is recorded.*model.module, in evaluation mode"):
+            record()
+    assert torch.jit.script(model.module.fc)(x).shape == model.module.fc(x).shape
+    rows = nn.Sequential(fleet.SparseEmbedding(4, combiner="sum"), nn.Linear(4, 1))
+    ids = torch.tensor([[7, 8], [9, 1]])
+    assert fleet.ps.export(FleetModel(rows, rows), (ids,), tmp_path).is_dir(), "it takes the module itself"
+
+
 class Keras(Net):
     """A module whose methods have names that every module or FleetModel has."""
 

@@ -14,7 +14,7 @@ import fleet
 from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.options import DistributedStrategy
-from fleet.role.record import RoleRecord
+from fleet.role_maker.record import RoleRecord
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
 from tests.helpers.fleets import own_fleet
@@ -117,6 +117,15 @@ def test_minimize_runs_backward_after_gradients_were_zeroed_in_place(net: nn.Mod
     weight = net[0].weight.clone()
     optimizer.minimize(loss_of(net))
     assert not torch.equal(weight, net[0].weight)
+
+
+def test_minimize_takes_a_parameter_as_the_loss() -> None:
+    net = nn.ParameterList([torch.ones(())])
+    optimizer = made(net)
+    optimizer.minimize(net[0])
+    assert net[0].item() == pytest.approx(0.9)
+    optimizer.zero_grad()
+    assert optimizer.minimize(torch.ones(())) == ([], [])  # nothing to differentiate, and no gradient
 
 
 def test_minimize_restricts_the_update(net: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fleet import fleet
-from fleet._log import LOGGER
+from fleet.common.log import LOGGER
 from fleet.errors import UnsupportedOptionError
 from fleet.job.running import running_session
 from fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor, PipelineLayer

@@ -12,7 +12,7 @@ import torch
 import fleet
 from fleet.env import Environment
 from fleet.utils._env_report import report, run, shown_variables
-from tests.fleet.role.test_fleet_contract import LAUNCHED
+from tests.fleet.role_maker.test_fleet_contract import LAUNCHED
 
 SECRETS = {
     "FLEET_JOB_SECRET": "hunter2", "PADDLE_GLOO_FS_UGI": "user,hunter2", "FLEET_API_KEY": "hunter2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +28,23 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(_run_check, "choose_devices", lambda: (CPU, count))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts CPUs")
-def test_the_command_of_the_documentation() -> None:
-    """000-01, 000-03b: the lines in order, from a fresh interpreter; exit status 0."""
+def test_the_command_of_the_documentation(tmp_path: Path) -> None:
+    """000-01, 000-03b: the lines in order, from a script that new processes must not run; exit status 0."""
     quiet = "ignore:torch was built for GPUs"  # a CUDA build on a machine without a driver, of which the check warns
-    command = [sys.executable, "-W", "error", "-W", quiet, "-c", "import fleet; fleet.utils.run_check()"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=os.getcwd())
+    script = tmp_path / "check.py"
+    script.write_text("import fleet\nfleet.utils.run_check()\n")
+    command = [sys.executable, "-W", "error", "-W", quiet, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=os.getcwd())
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
     for_gpus = torch.version.cuda is not None or torch.version.hip is not None
     assert done.stdout.splitlines() == [
         "Running verify fleet program ...",
         *(["No GPU can be used: checking the CPU."] if for_gpus else []),
         "fleet works well on 1 CPU.",
+        "fleet works well on 2 processes of the CPU.",
         "fleet is installed successfully. You can start training with fleet now.",
     ]
 
@@ -53,7 +59,7 @@ def test_several_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     verifying, single, several, installed = lines(capsys)
     assert verifying.startswith("Running verify")
     assert "works well on 1 CPU." in single
-    assert "works well on 3 CPUs." in several
+    assert "works well on 3 processes of the CPU." in several
     assert "installed successfully." in installed
     assert calls == [CPU, (3, "gloo")]
 
@@ -73,22 +79,34 @@ def test_a_failure_of_one_device_propagates(
     assert "success" not in "".join(lines(capsys))
 
 
+@pytest.mark.parametrize(
+    ("device", "several", "causes"),
+    [
+        (CPU, "2 processes of the CPU", "1. .*no gloo.* 2. .*127.0.0.1.* 3. .*/dev/shm"),
+        (torch.device("cuda"), "2 GPUs", "1. .*CUDA_VISIBLE_DEVICES.* 2. .*busy.* 3. NCCL"),
+    ],
+)
 def test_a_failure_of_several_devices_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: torch.device,
+    several: str,
+    causes: str,
 ) -> None:
     """000-03: three possible causes, the original error, and success for a single device only."""
-    devices(monkeypatch, 2)
+    monkeypatch.setattr(_run_check, "choose_devices", lambda: (device, 2))
     monkeypatch.setattr(_run_check, "check_single", lambda device: None)
 
     def broken(count: int, backend: str) -> None:
         raise RuntimeError("unhandled system error")
 
     monkeypatch.setattr(_run_check, "check_parallel", broken)
-    with pytest.warns(UserWarning, match="(?s) 1. .* 2. .* 3. NCCL.*unhandled system error"):
+    with pytest.warns(UserWarning, match=f"(?s)not work on {several} together.* {causes}.*unhandled system error"):
         run_check()
     printed = lines(capsys)
-    assert printed[-1] == "fleet is installed successfully ONLY for a single CPU."
-    assert not any("2 CPUs" in line or "You can start" in line for line in printed)
+    name = "GPU" if device.type == "cuda" else "CPU"
+    assert printed[-1] == f"fleet is installed successfully ONLY for a single {name}."
+    assert not any(several in line or "You can start" in line for line in printed)
 
 
 def test_a_gpu_build_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +115,7 @@ def test_a_gpu_build_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(_run_check, "_gpu_error", lambda: "the driver is too old")
     with pytest.warns(UserWarning, match="the driver is too old"):
-        assert choose_devices() == (CPU, 1)
+        assert choose_devices() == (CPU, 2)
     assert lines(capsys) == ["No GPU can be used: checking the CPU."]
 
 

@@ -106,6 +106,24 @@ def test_what_cannot_be_put_back_is_said_and_kept(tmp_path: Path) -> None:
         assert (place / "old").read_text() == "before"
 
 
+_FIRST_NAME = """\
+import sys, tempfile
+from pathlib import Path
+import torch
+from fleet.verify.changed_files import ChangedFiles
+
+tempfile.tempdir = tempfile._name_sequence = None  # as in a process that has made no temporary file
+ChangedFiles(Path(sys.argv[1]), lambda: True, print).watch()
+tempfile.gettempdir()
+"""
+
+
+def test_a_script_may_make_its_first_temporary_file(tmp_path: Path) -> None:
+    """It ended never: what the search for the folder wrote was kept under the lock that the search held."""
+    command = [sys.executable, "-c", _FIRST_NAME, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("earlier", [False, True], ids=["first start", "a checkpoint is there"])
 def test_a_script_that_resumes_is_equal(tmp_path: Path, earlier: bool) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fleet.verify.generator_states import generator_states, kept_states, set_states
+from fleet.verify.generator_states import generator_states, kept_states, set_states, watch_reseeding
 from fleet.verify.loader_replay import ReplayedBatches, rows_of
 from fleet.verify.record_files import RecordFile, read_record
 
@@ -33,6 +33,24 @@ def test_generators_go_on_from_their_states() -> None:
     assert draws() == expected
     set_states(states)
     assert draws() == expected
+
+
+def test_a_seed_from_the_system_after_one_that_was_given_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("manual_seed", "get_rng_state", "set_rng_state", "seed"):
+        for module in (torch, torch.random):
+            monkeypatch.setattr(module, name, getattr(torch.random, name))
+    told: list[str] = []
+    with kept_states():
+        watch_reseeding(told.append)
+        torch.seed()
+        assert told == []
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        torch.seed()
+        torch.set_rng_state(torch.get_rng_state())  # as where a library keeps the state for a while
+        assert [bool(place) for place in told] == [True]
+        torch.set_rng_state(before)
+        assert told[1:] == [""]
 
 
 class Shifted(Dataset[torch.Tensor]):

@@ -11,6 +11,8 @@ import yaml
 import fleet
 from fleet.errors import ConfigError
 from fleet.strategies import plan
+from fleet.verify.paired_runs import Starter, VerifyRequest
+from fleet.verify.run_comparison import _Judge
 from tests.helpers.sources import ROOT
 from tests.helpers.verifying import verify
 from tests.strategies.test_training_contract import examples, fitted, pairs
@@ -18,7 +20,6 @@ from tests.strategies.test_training_contract import examples, fitted, pairs
 FOLDER = Path("tests/fleet/verify")
 CLEAN = sorted(path.relative_to(ROOT) for path in (ROOT / FOLDER / "clean").glob("*.py"))
 # These are `slow`; the others are `long`.
-SAMPLE = {"sync_batch_norm", "dropout", "sharded", "rounding_grows", "split_pipeline"}
 PAIR_SAMPLE = {"amp+gradient_merge", "lamb+tensor_parallel"}
 
 _TINY_IMAGES = ("--image-size", "7", "--width", "4", "--epochs", "2", "--max-batches", "3", "--batch-size", "8")
@@ -78,9 +79,11 @@ def assert_equal(report: dict[str, Any]) -> None:
     assert report["steps"] >= 2
 
 
-@pytest.mark.parametrize("name", sampled([path.stem for path in CLEAN], SAMPLE))
-def test_a_correct_script_is_equal(name: str, tmp_path: Path) -> None:
-    assert_equal(verify(FOLDER / "clean" / f"{name}.py", tmp_path))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [path.stem for path in CLEAN])
+def test_a_correct_script_is_equal(name: str, tmp_path: Path, starter: Starter) -> None:
+    request = VerifyRequest(script=ROOT / FOLDER / "clean" / f"{name}.py", timeout_s=120)
+    assert_equal(_Judge(request, tmp_path, starter).report().to_json())
 
 
 @pytest.mark.parametrize("name", sampled(list(EXAMPLES), {"resnet"}))

@@ -53,6 +53,15 @@ def test_a_loss_that_is_no_mean_over_samples_is_named() -> None:
         assert [found.cause for found in made.findings] == [cause]
 
 
+def test_a_loss_over_fewer_positions_is_named_in_whichever_batch_of_the_update_it_was() -> None:
+    workers = [{**update(G * torch.linspace(0.9, 1.1, 20)), "losses": losses} for losses in ([1.0, 2.0], [1.2, 2.2])]
+    for alone, cause in (([1.10003, 2.1], "loss-over-own-batch"), ([1.10001, 2.1], "unknown")):
+        many = Run(folder=Path("many"), records=[[worker] for worker in workers])
+        one = Run(folder=Path("one"), records=[[{**update(G), "losses": alone}]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert [found.cause for found in made.findings] == [cause]
+
+
 def test_batches_that_are_not_those_of_the_workers_are_noticed() -> None:
     def passed(rows: torch.Tensor) -> dict[str, Any]:
         call = {"module": "0", "type": "Linear", "ins": [rows_digest(rows)], "outs": []}
@@ -64,6 +73,50 @@ def test_batches_that_are_not_those_of_the_workers_are_noticed() -> None:
         one = Run(folder=Path("one"), records=[[passed(mine)]])
         made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
         assert made.foreign_inputs == foreign
+
+
+def test_other_rows_in_more_batches_are_noticed() -> None:
+    def update_of(*batches: torch.Tensor) -> dict[str, Any]:
+        calls = [{"module": "", "type": "Net", "ins": [rows_digest(rows)], "outs": []} for rows in batches]
+        return {**update(G), "forward": calls}
+
+    a, b, c = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(1)).unbind()
+    for alone, foreign in (([a, b], ""), ([a, c], "Net")):
+        many = Run(folder=Path("many"), records=[[update_of(a)], [update_of(b)]])
+        one = Run(folder=Path("one"), records=[[update_of(*alone)]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert made.foreign_inputs == foreign
+
+
+def test_a_module_that_gives_other_outputs_says_why_where_its_kind_does() -> None:
+    def called(rows: torch.Tensor) -> dict[str, Any]:
+        call = {"module": "out", "type": "Linear", "ins": [], "outs": [rows_digest(rows)]}
+        return {**update(G), "forward": [call]}
+
+    x = torch.arange(12.0).view(4, 3)
+    for modes, ties, cause in (
+        ({}, [], "unknown"),
+        ({"out": True}, [], "batchnorm-statistics"),
+        ({}, [["in.weight", "out.weight"]], "tied-weights-apart"),
+    ):
+        many = Run(folder=Path("many"), records=[[called(part + 1)] for part in x.chunk(2)])
+        begun = {"kind": "start", "model": "", "ties": ties}
+        one = Run(folder=Path("one"), records=[[begun, {**called(x), "modes": modes}]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert [found.cause for found in made.findings] == [cause]
+
+
+def test_other_outputs_make_no_loss_over_a_workers_own_batch() -> None:
+    def worker(shift: float, loss: float) -> dict[str, Any]:
+        call = {"module": "out", "type": "Linear", "ins": [], "outs": [rows_digest(torch.ones(2, 3) + shift)]}
+        return {**update(G * torch.linspace(0.5, 1.5, 20)), "losses": [loss], "forward": [call]}
+
+    for shift, cause in ((0.0, "loss-over-own-batch"), (1.0, "unknown")):
+        alone = {"module": "out", "type": "Linear", "ins": [], "outs": [rows_digest(torch.ones(4, 3))]}
+        many = Run(folder=Path("many"), records=[[worker(shift, loss)] for loss in (1.0, 2.0)])
+        one = Run(folder=Path("one"), records=[[{**update(G), "losses": [1.8], "forward": [alone]}]])
+        made = compare_numbers(many, one, [0, 1], Tolerance(2.0**-23, ""), parts=False, only_first=False)
+        assert made.findings[0].cause == cause
 
 
 def test_shards_add_up_and_copies_are_averaged() -> None:
@@ -80,6 +133,16 @@ def test_what_rounding_grows_to_is_allowed_and_too_much_is_not_compared() -> Non
     for errors, compared, found in [({}, 1, 1), (grown, 1, 0), ({1: grown[1] / 11}, 1, 1), ({1: 0.03}, 0, 0)]:
         made = compare_numbers(many, alone, [0, 1], Tolerance(2.0**-23, "", errors), parts=False, only_first=False)
         assert (made.compared, len(made.findings)) == (compared, found)
+
+
+def test_what_rounding_makes_of_adams_parameters_is_within_the_rate() -> None:
+    def grown(kind: str) -> float:
+        runs = [{**update(G), "kind_of": kind, "parameters": {"w": whole_digest(value)}} for value in (G, G * 1.5)]
+        one, tried = (Run(folder=Path("x"), records=[[run]]) for run in runs)
+        return grown_errors(one, tried)[1]
+
+    assert grown("SGD") > 0.01
+    assert grown("AdamW") == 0.0
 
 
 def test_gradients_that_are_not_finite_in_both_runs_are_left_out() -> None:

@@ -1,6 +1,7 @@
 """Runs have folders of their own, and arguments that leave the folder still reach what they name."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import FleetError
-from fleet.verify.paired_runs import VerifyRequest, _frame, _has_ended, _own_folder, _plan, _reaching, process_starter
+from fleet.verify.paired_runs import (
+    VerifyRequest,
+    _frame,
+    _has_ended,
+    _is_ready,
+    _own_folder,
+    _plan,
+    _reaching,
+    process_starter,
+)
 
 
 def test_what_a_run_writes_stays_in_its_folder(tmp_path: Path) -> None:
@@ -47,10 +57,26 @@ def test_processes_end_with_their_starter(tmp_path: Path) -> None:
     script.write_text("import time\n\nprint('sleeps', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "rank0.log").touch()
     plan = _plan(VerifyRequest(script=script), tmp_path, 0, [])
-    plan |= {"place": str(tmp_path), "environment": {}, "rates": {}, "synced": False, "noise": 0.0, "beside": ""}
+    plan |= {"place": str(tmp_path), "environment": {}, "scheduled": {}, "synced": False, "noise": 0.0, "beside": ""}
+    plan |= {"alike": "", "in_turn": False, "replicas": 1}
     with process_starter(tmp_path) as start:
         process = start(plan)
         while "sleeps" not in (tmp_path / "rank0.log").read_text():
             assert not _has_ended(process)
             time.sleep(0.05)
     assert _has_ended(process)
+
+
+@pytest.mark.parametrize(("text", "is_ready"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
+def test_a_process_without_a_core_does_not_wait(text: str, is_ready: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", f"print(flush=True)\n{text}"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        deadline = time.monotonic() + 10
+        while _is_ready(process.pid) is not is_ready and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = [_is_ready(process.pid) for _ in range(20)]
+        process.kill()
+    assert found == [is_ready] * 20

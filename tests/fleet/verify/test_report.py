@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from fleet.verify.report import Finding, Report
+from fleet.verify.report import CAUSES, Finding, Report
+from tests.helpers.sources import ROOT
 
 
 def test_exit_codes_and_json() -> None:
@@ -20,3 +21,10 @@ def test_exit_codes_and_json() -> None:
 def test_a_cause_that_is_not_listed_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the causes"):
         Finding(cause="moon", sentence="")
+
+
+@pytest.mark.parametrize("page", ["verify.md", "verify.zh-CN.md"])
+def test_every_cause_is_documented(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and line.count("|") == 3]
+    assert sorted(row for row in rows if row in CAUSES) == sorted(CAUSES)

@@ -2,7 +2,7 @@
 
 import torch
 
-from fleet.verify.tensor_digest import content, rows_digest, whole_digest
+from fleet.verify.tensor_digest import NO_MEMORY, content, memory_of, rows_digest, whole_digest
 
 
 def test_the_mean_of_digests_is_the_digest_of_the_mean() -> None:
@@ -31,3 +31,9 @@ def test_content_is_that_of_the_bytes() -> None:
     x = torch.arange(4.0)
     assert content(x) == content(x.clone()) != content(x + 1)
     assert content("text") == ""
+
+
+def test_tensors_without_numbers_share_no_memory() -> None:
+    whole = torch.ones(4)
+    assert memory_of(whole) == memory_of(whole.view(2, 2)) != memory_of(whole[:2])
+    assert memory_of(whole[:0]) == memory_of(torch.ones(4, device="meta")) == NO_MEMORY

@@ -23,7 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[LaunchConfig]:
 
     def run(config: LaunchConfig, environment: Environment) -> int:
         configs.append(config)
-        if config.script_args == ("fail",):
+        if config.script.args == ("fail",):
             raise LaunchError("no", 77)
         return 5
 
@@ -40,7 +40,7 @@ def launch(*argv: str, env: dict[str, str] | None = None) -> int:
 def test_the_exit_code_is_the_jobs(ran: list[LaunchConfig]) -> None:
     """003-18."""
     assert launch("--gpus=0,1", SCRIPT) == 5
-    assert ran[0].nproc_per_node == 2
+    assert ran[0].processes.num_workers == 2
     assert launch(SCRIPT, "fail") == 77
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.launch.cli.command_options import check_set_flags, cut_options
-from fleet.launch.cli.parser import UsageError, parse_command_line
+from fleet.launch.cli.settings import UsageError, parse_command_line
 
 
 def test_the_first_other_word_ends_the_options() -> None:

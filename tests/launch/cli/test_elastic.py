@@ -21,20 +21,25 @@ ENV = {
 def test_the_flags_of_the_older_family() -> None:
     """004-02."""
     config = read(*FLAGS, "--scale=1", "--force", "--elastic_pre_hook=echo hello")
-    assert (config.is_elastic, config.elastic_server, config.job_id) == (True, "10.0.0.1:2379", "J")
-    assert (config.min_nodes, config.max_nodes, config.elastic_scale, config.elastic_force) == (3, 3, 1, True)
-    assert config.elastic_pre_hook == "echo hello"
-    assert config.nproc_per_node == 1  # --np is no abbreviation of --nproc_per_node
+    assert (config.elastic.is_elastic, config.elastic.server, config.job_id) == (True, "10.0.0.1:2379", "J")
+    assert (config.nodes.min, config.nodes.max, config.elastic.scale, config.elastic.force) == (3, 3, 1, True)
+    assert config.elastic.pre_hook == "echo hello"
+    assert config.processes.num_workers == 1  # --np is no abbreviation of --nproc_per_node
 
 
 def test_the_environment_alone() -> None:
     """004-01, 004-17."""
     config = read(env=ENV)
-    assert (config.is_elastic, config.min_nodes, config.max_nodes, config.elastic_fault_level) == (True, 2, 4, 0)
+    assert (config.elastic.is_elastic, config.nodes.min, config.nodes.max, config.elastic.fault_level) == (
+        True,
+        2,
+        4,
+        0,
+    )
     assert read(env={**ENV, "PADDLE_JOB_ID": "other"}).job_id == "J"  # as `python -m fleet.elastic` reads them
     env = {"PADDLE_ELASTIC_ETCD_SERVICE_HOST": "10.0.0.9", "PADDLE_ELASTIC_ETCD_SERVICE_PORT": "2379"}
-    assert not read(env=env).is_elastic  # the cluster sets these for every pod
-    assert read(env={**env, "PADDLE_ELASTIC_NP": "2"}).elastic_server == "10.0.0.9:2379"
+    assert not read(env=env).elastic.is_elastic  # the cluster sets these for every pod
+    assert read(env={**env, "PADDLE_ELASTIC_NP": "2"}).elastic.server == "10.0.0.9:2379"
 
 
 def test_half_of_the_pair_is_an_error() -> None:
@@ -58,36 +63,52 @@ def test_half_of_the_pair_is_an_error() -> None:
         (("--nnodes=2:4", "--master=10.0.0.1:80", "--elastic_level=-1"), ["--elastic_level 1"]),
         (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--elastic_level=1"), ["--job_id"]),
         (("--nnodes=2", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=1"), ["--nnodes MIN:MAX"]),
-        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J"), ["--elastic_level 1"]),
+        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80"), ["--job_id"]),
+        (("--nnodes=2:4", "--master=etcd://127.0.0.1:80", "--job_id=J", "--elastic_level=0"), ["--elastic_level 1"]),
     ],
 )
 def test_a_warning_names_what_is_missing(flags: tuple[str, ...], missing: list[str]) -> None:
     """000-20."""
     config = read(*flags)
-    assert not config.is_elastic
-    assert (config.min_nodes, config.max_nodes) == (2, 2)
+    assert not config.elastic.is_elastic
+    assert (config.nodes.min, config.nodes.max) == (2, 2)
     text = notes(config).split("missing: ")[1].split(". It")[0]
     assert len(text.split(", ")) == len(missing)
     assert all(name in text for name in missing)
 
 
 def test_everything_given_is_elastic_without_a_warning() -> None:
-    """000-20."""
-    config = read("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1")
-    assert (config.is_elastic, config.min_nodes, config.max_nodes) == (True, 2, 4)
-    assert "not elastic" not in notes(config)
+    """000-20: a master on etcd, a job id and a range are the conditions."""
+    for level in ((), ("--elastic_level=1",)):
+        config = read("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", *level)
+        assert (
+            config.elastic.is_elastic,
+            config.nodes.min,
+            config.nodes.max,
+            config.command.arguments["elastic_level"],
+        ) == (True, 2, 4, 1)
+        assert config.elastic.max_restart == 3
+        assert "not elastic" not in notes(config)
+    fixed = read("--nnodes=2", "--master=etcd://127.0.0.1:2379", "--job_id=J")
+    assert (fixed.elastic.is_elastic, fixed.elastic.max_restart) == (False, 0)
+    assert notes(fixed) == notes(read("--nnodes=2", "--master=a:1"))
 
 
 @pytest.mark.parametrize("more", [(), ("--job_id=J", "--elastic_level=1")])
 def test_a_range_and_a_master_are_elastic_without_etcd(more: tuple[str, ...]) -> None:
     """Issue 11, 3: the nodes meet at the launcher of one of them; failed workers restart in place."""
     config = read("--nnodes=2:4", "--master=10.0.0.1:80", *more)
-    assert (config.is_elastic, config.min_nodes, config.max_nodes, config.elastic_level) == (True, 2, 4, 1)
-    assert (config.elastic_server, needs_etcd(config), config.is_scheduled) == (None, False, False)
-    assert (config.max_restart, config.elastic_ttl_s) == (3, 10)
+    assert (
+        config.elastic.is_elastic,
+        config.nodes.min,
+        config.nodes.max,
+        config.command.arguments["elastic_level"],
+    ) == (True, 2, 4, 1)
+    assert (config.elastic.server, needs_etcd(config), config.elastic.is_scheduled) == (None, False, False)
+    assert (config.elastic.max_restart, config.elastic.ttl_s) == (3, 10)
     assert "not elastic" not in notes(config)
-    assert read("--nnodes=2:4", "--master=10.0.0.1:80", env={"PADDLE_ELASTIC_TTL": "3"}).elastic_ttl_s == 3
-    assert read("--nnodes=1:2", "--master=10.0.0.1:80", "--max_restart=0").max_restart == 0
+    assert read("--nnodes=2:4", "--master=10.0.0.1:80", env={"PADDLE_ELASTIC_TTL": "3"}).elastic.ttl_s == 3
+    assert read("--nnodes=1:2", "--master=10.0.0.1:80", "--max_restart=0").elastic.max_restart == 0
 
 
 @pytest.mark.parametrize(
@@ -105,32 +126,32 @@ def test_an_elastic_job_has_no_servers(flags: tuple[str, ...], env: dict[str, st
         with pytest.raises(UnsupportedOptionError, match=f"{named}.*--max_restart=K"):
             read(*flags, *servers, env=env)
         fixed = read("--nnodes=2", "--master=etcd://127.0.0.1:80", *servers)
-        assert (fixed.mode, fixed.is_elastic) == ("ps", False)
+        assert (fixed.mode, fixed.elastic.is_elastic) == ("ps", False)
 
 
 def test_a_range_from_one_starts_one_node() -> None:
     config = read("--nnodes=1:4")
-    assert (config.max_nodes, config.is_single_node) == (1, True)
+    assert (config.nodes.max, config.nodes.is_single) == (1, True)
 
 
 def test_family_and_lease() -> None:
     """G13: the older family asks a scheduler, the newer one restarts in place; PADDLE_ELASTIC_TTL is the lease."""
     newer = ("--nnodes=2:4", "--master=etcd://127.0.0.1:2379", "--job_id=J", "--elastic_level=1")
-    assert [read(*flags).is_scheduled for flags in (FLAGS, newer)] == [True, False]
-    assert [read(*flags, env={"PADDLE_ELASTIC_TTL": "4"}).elastic_ttl_s for flags in (FLAGS, newer)] == [4, 4]
-    assert read(*FLAGS).elastic_ttl_s == 10
+    assert [read(*flags).elastic.is_scheduled for flags in (FLAGS, newer)] == [True, False]
+    assert [read(*flags, env={"PADDLE_ELASTIC_TTL": "4"}).elastic.ttl_s for flags in (FLAGS, newer)] == [4, 4]
+    assert read(*FLAGS).elastic.ttl_s == 10
     with pytest.raises(ConfigError, match="PADDLE_ELASTIC_TTL is 1 in the environment; it takes seconds from 2"):
         read(*FLAGS, env={"PADDLE_ELASTIC_TTL": "1"})
 
 
 def test_no_secret_is_made_up_for_an_elastic_job() -> None:
     """Each launcher would make up its own, and no node would know the others'."""
-    assert read(*FLAGS).secret == ""
+    assert read(*FLAGS).pod.secret == ""
 
 
 def test_the_password_of_etcd_is_not_printed() -> None:
     config = read("--elastic_server=me:pw@10.0.0.1:2379", "--np=2", "--job_id=J")
-    assert config.arguments["elastic_server"] == "***@10.0.0.1:2379"
+    assert config.command.arguments["elastic_server"] == "***@10.0.0.1:2379"
     assert etcd_server(config) == "me:pw@10.0.0.1:2379"
 
 
@@ -160,7 +181,7 @@ def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.Mon
 )
 def test_the_rank_that_a_node_asks_for(flags: tuple[str, ...], env: dict[str, str], rank: int) -> None:
     """004-05, 004-17: a pod that is made again takes its place again."""
-    assert read("--elastic_server=10.0.0.1:2379", "--np=3", "--job_id=J", *flags, env=env).node_rank == rank
+    assert read("--elastic_server=10.0.0.1:2379", "--np=3", "--job_id=J", *flags, env=env).nodes.rank == rank
 
 
 @pytest.mark.parametrize("rank", ["3", "-2"])
@@ -187,16 +208,16 @@ def test_flags_of_both_families_contradict(flags: tuple[str, ...], named: str) -
 
 
 def test_the_same_number_twice_is_no_contradiction() -> None:
-    assert read(*FLAGS, "--nnodes=2").max_nodes == 2
+    assert read(*FLAGS, "--nnodes=2").nodes.max == 2
 
 
 def test_both_spellings_of_the_level() -> None:
     """004-06: the misspelt name is Fleet's; who spells it right is heard as well. --elastic_level 0 says the same."""
     wrong, right = "PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"
     for name in (wrong, right):
-        assert read(*FLAGS, env={name: "2"}).elastic_fault_level == 2
-    assert read(*FLAGS).elastic_fault_level == 1
-    assert read(*FLAGS, "--elastic_level=0").elastic_fault_level == 0
+        assert read(*FLAGS, env={name: "2"}).elastic.fault_level == 2
+    assert read(*FLAGS).elastic.fault_level == 1
+    assert read(*FLAGS, "--elastic_level=0").elastic.fault_level == 0
     with pytest.raises(ConfigError, match="two spellings"):
         read(*FLAGS, env={wrong: "1", right: "0"})
 

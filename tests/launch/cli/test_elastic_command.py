@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleet._addresses import join_endpoint
+from fleet.common.addresses import join_endpoint
 from fleet.errors import ConfigError
 from fleet.launch.cli.elastic_command import main, read_np
 from fleet.launch.membership.agreement import Rules, first_world

@@ -11,8 +11,8 @@ from tests.helpers.launching import plan, read
 def test_counts_on_one_node() -> None:
     """003-17, 002-20."""
     config = read("--server_num=2", "--worker_num=3")
-    assert (config.server_num, config.worker_num, config.nproc_per_node) == (2, 3, 3)
-    assert read("--server_num=1", "--trainer_num=2").worker_num == 2
+    assert (config.servers.num_servers, config.servers.num_workers, config.processes.num_workers) == (2, 3, 3)
+    assert read("--server_num=1", "--trainer_num=2").servers.num_workers == 2
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_roles_that_cannot_work_are_errors(flags: tuple[str, ...], message: str)
 def test_lists_start_what_belongs_to_this_node() -> None:
     flags = ("--servers=10.0.0.1:7000,10.0.0.2:7000", "--workers=10.0.0.2,10.0.0.1:8000,10.0.0.2:8001")
     config = read(*flags, owns=lambda host: host == "10.0.0.2", address="10.0.0.2")
-    assert (config.local_servers, config.local_workers) == ((1,), (0, 2))
-    assert config.workers[0] == "10.0.0.2:6170"  # C.3: workers without a port
-    assert (config.server_num, config.worker_num, config.is_single_node) == (1, 2, False)
-    assert read(*flags, "--host=10.0.0.1").local_servers == (0,)
+    assert (config.servers.local_servers, config.servers.local_workers) == ((1,), (0, 2))
+    assert config.servers.worker_endpoints[0] == "10.0.0.2:6170"  # C.3: workers without a port
+    assert (config.servers.num_servers, config.servers.num_workers, config.nodes.is_single) == (1, 2, False)
+    assert read(*flags, "--host=10.0.0.1").servers.local_servers == (0,)
     specs = plan(config)
     assert [(s.role, s.index) for s in specs] == [("server", 1), ("worker", 0), ("worker", 2)]
     assert specs[1].environment["PADDLE_MASTER"] == "10.0.0.2:6170"
@@ -65,7 +65,7 @@ def test_lists_start_what_belongs_to_this_node() -> None:
 
 def test_lists_on_one_node_may_be_mixed_with_counts() -> None:
     config = read("--servers=127.0.0.1:7400,127.0.0.1:7401", "--worker_num=2")
-    assert (config.server_num, config.worker_num, config.is_single_node) == (2, 2, True)
+    assert (config.servers.num_servers, config.servers.num_workers, config.nodes.is_single) == (2, 2, True)
     specs = plan(config)
     assert [s.role for s in specs] == ["server", "server", "worker", "worker"]
     assert specs[1].environment["PADDLE_PORT"] == "7401"
@@ -73,7 +73,7 @@ def test_lists_on_one_node_may_be_mixed_with_counts() -> None:
 
 def test_several_nodes_may_differ_in_their_counts() -> None:
     config = read("--nnodes=2", "--server_num=1", "--worker_num=0")
-    assert (config.server_num, config.worker_num, config.is_single_node) == (1, 0, False)
+    assert (config.servers.num_servers, config.servers.num_workers, config.nodes.is_single) == (1, 0, False)
 
 
 POD = {
@@ -90,7 +90,7 @@ def test_a_pod_of_the_operator_starts_its_one_process(role: str, host: str) -> N
     """E.3: TRAINING_ROLE and PADDLE_TRAINER_ID name the pod's role and place."""
     config = read(env={**POD, "TRAINING_ROLE": role, "POD_IP": host})
     (spec,) = plan(config)
-    assert (spec.role, spec.index, config.host) == ("server" if role == "PSERVER" else "worker", 1, host)
+    assert (spec.role, spec.index, config.nodes.host) == ("server" if role == "PSERVER" else "worker", 1, host)
     assert spec.environment["TRAINING_ROLE"] == role
     assert spec.environment["PADDLE_PSERVERS_IP_PORT_LIST"] == POD["PADDLE_PSERVERS_IP_PORT_LIST"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleet.errors import ConfigError
-from fleet.launch.cli.script import Script, python_command
+from fleet.launch.plan.records import Script
 from tests.helpers.launching import notes, read
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kind(*flags: str, script: str) -> tuple[str, bool, bool]:
     config = read(*flags, script=(script,), env={"PATH": "/bin:/usr/bin"})
-    return config.script, config.is_module, config.run_direct
+    return config.script.name, config.script.is_module, config.script.is_executable
 
 
 def test_kinds(folder: Path) -> None:
@@ -51,8 +51,8 @@ def test_a_missing_script_is_named_with_the_nearest_file(folder: Path) -> None:
 
 
 def test_a_command_of_its_own_gets_no_interpreter() -> None:
-    assert python_command("./a", ("b",), is_module=False, run_direct=True) == ("./a", "b")
-    assert Script("a", ()).is_module is False
+    assert Script(name="./a", args=("b",), is_executable=True).command == ("./a", "b")
+    assert Script(name="a").is_module is False
 
 
 def test_a_flag_of_the_launcher_behind_the_script_is_noticed(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_users_own_fleet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script.write_text("import torch\nfrom fleet import fleet\n")
     (tmp_path / "launch.py").touch()
     (tmp_path / "strategies.py").touch()
-    assert read(script=(f"{script}",)).script == f"{script}"
+    assert read(script=(f"{script}",)).script.name == f"{script}"
     (tmp_path / shadow).parent.mkdir(exist_ok=True)
     (tmp_path / shadow).touch()
     with pytest.raises(ConfigError, match=f"{shadow} stands beside .*train.py.*Rename it"):
@@ -81,4 +81,4 @@ def test_a_users_own_fleet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="Rename it"):
         read("-m", script=("train",))
     script.write_text("import torch\n")
-    assert read(script=(f"{script}",)).script == f"{script}"
+    assert read(script=(f"{script}",)).script.name == f"{script}"

@@ -6,13 +6,16 @@ import io
 import json
 import re
 import shlex
+import stat
 from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 
 from fleet.launch.cli import texts as _texts
+from fleet.launch.cli.texts import write_job_files
 from fleet.launch.plan.process_plan import SERVER_ROWS, WORKER_ROWS
+from fleet.launch.plan.records import ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
 from tests.helpers.launching import SCRIPT, peer_of, plan, read
 
@@ -113,7 +116,7 @@ def test_the_copy_command_holds_the_original_arguments() -> None:
     assert sentence == "Copy the following command to other nodes to run."
     assert rule == end == "-" * 80
     words = shlex.split(command)
-    assert words[0] == f"FLEET_JOB_SECRET={config.secret}"
+    assert words[0] == f"FLEET_JOB_SECRET={config.pod.secret}"
     assert words[1:6] == ["python", "-m", "fleet.launch", "--master", "10.0.0.1:6000"]
     assert words[6:] == [*args, SCRIPT, "--name", "two words"]
 
@@ -122,14 +125,18 @@ def test_the_copy_command_names_the_file_of_the_secret() -> None:
     """Where standard output may end up in a file."""
     config = read("--nnodes=2")
     lines = _texts.copy_command_lines(config, "[fd00::1]:6000", Path("/tmp/x/secret"))
-    assert lines[2].startswith('FLEET_JOB_SECRET="$(ssh fd00::1 cat /tmp/x/secret)" python')
-    assert config.secret not in "".join(lines)
+    assert lines[2].startswith(
+        'FLEET_JOB_SECRET="$(cat /tmp/x/secret 2>/dev/null || ssh fd00::1 cat /tmp/x/secret)" python'
+    )
+    assert "reads the job's secret from /tmp/x/secret of this machine, from another one by ssh;" in lines[0]
+    assert config.pod.secret not in "".join(lines)
 
 
 def test_the_copy_command_refers_to_a_secret_of_the_user() -> None:
     config = read("--nnodes=2", "--rank=0", env={"FLEET_JOB_SECRET": "ab" * 16})
     lines = _texts.copy_command_lines(config, "10.0.0.1:6000")
     assert lines[2].startswith('FLEET_JOB_SECRET="$FLEET_JOB_SECRET" python')
+    assert lines[0].endswith("run. FLEET_JOB_SECRET has to have there the value that it has here.")
     assert lines[4] == "On each node change what belongs to this one: --rank."
 
 
@@ -226,7 +233,7 @@ def test_no_text_and_no_file_holds_a_secret(flags: tuple[str, ...]) -> None:
         _texts.run_pod_line(config, specs),
         _texts.watching_pod_line(config, specs),
         _texts.endpoints_log(specs),
-        repr(config.secret_is_users),
+        repr(config.pod.secret_is_users),
         _texts.node_line(config, "127.0.0.1", 0),
     ]
     for spec in specs:
@@ -234,7 +241,7 @@ def test_no_text_and_no_file_holds_a_secret(flags: tuple[str, ...]) -> None:
         texts.append(_texts.environment_table(spec, sorted(spec.environment)))
     for text in texts:
         assert PLANTED not in text
-        assert config.secret not in text or not config.secret
+        assert config.pod.secret not in text or not config.pod.secret
 
 
 def test_the_file_gets_block_and_notes_and_the_terminal_the_warnings(tmp_path: Path) -> None:
@@ -264,3 +271,29 @@ def test_of_many_warnings_the_first_are_shown() -> None:
     lines = terminal.getvalue().splitlines()
     assert len(lines) == 4
     assert re.search(r"2 more warnings are in log/default\.[a-z]{6}\.log", lines[-1])
+
+
+def test_files_hold_only_the_launchers_variables(tmp_path: Path) -> None:
+    spec = ProcessSpec(
+        role="worker",
+        index=1,
+        local_index=0,
+        command=("python",),
+        log_path=tmp_path / "workerlog.0",
+        environment={"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "FLEET_JOB_SECRET": "hidden"},
+        overflow={"LONG": "x" * 10},
+        backup_path=tmp_path / "backup_env.1.json",
+        environment_log_path=tmp_path / "envlog.0",
+    )
+    write_job_files(tmp_path, [spec])
+    assert (tmp_path / "endpoints.log").read_text().split() == ["PADDLE_TRAINER_ENDPOINTS:", "a:1", "b:2"]
+    assert "PADDLE_TRAINER_ID=1" in (tmp_path / "envlog.0").read_text()
+    assert json.loads((tmp_path / "backup_env.1.json").read_text())["LONG"] == "x" * 10
+    for path in tmp_path.iterdir():
+        assert "hidden" not in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) & 0o137 == 0
+
+
+def test_no_process_no_file(tmp_path: Path) -> None:
+    write_job_files(tmp_path, [])
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.launch.membership.agreement import (
-    IN_PLACE,
     Rules,
     blamed_reason,
     census,
@@ -39,6 +38,7 @@ from fleet.launch.membership.world import (
     read_world,
     to_json,
 )
+from fleet.launch.restarts import RestartRule
 
 TWO = Rules(min_nodes=2, max_nodes=2)
 RANGE = Rules(min_nodes=2, max_nodes=4, quiet_s=5.0)
@@ -111,7 +111,7 @@ def test_when_a_generation_is_proposed(
         (over("joined"), RANGE, True),
         (over("lost", "c"), RANGE, True),  # a replacement had the time of a lease to come
         (over("failed", "c"), RANGE, False),  # its scheduler brings it back
-        (over("failed", "c"), replace(RANGE, fault=IN_PLACE), True),  # it would have come back itself by now
+        (over("failed", "c"), replace(RANGE, restarts=RestartRule()), True),  # it would have come back itself by now
     ],
 )
 def test_a_range_waits_only_for_what_a_scheduler_brings_back(

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from fleet.errors import RendezvousError
-from fleet.launch.membership.agreement import END, IN_PLACE, Rules
+from fleet.launch.membership.agreement import Rules
 from fleet.launch.membership.etcd_address import EtcdAddress
-from fleet.launch.membership.generation import LeftJobError, Outcome
+from fleet.launch.membership.generation import LeftJobError
 from fleet.launch.membership.outage import ContactAnswer
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.restarts import END, Outcome, RestartRule
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 
@@ -166,14 +167,14 @@ def test_own_failure_asks_the_scheduler_and_the_others_hold(place: Place) -> Non
 
 def test_another_level_ends_the_job_with_3(place: Place) -> None:
     """004-06."""
-    one, two = place.pair(replace(RULES, fault=END))
+    one, two = place.pair(replace(RULES, restarts=RestartRule(fault=END)))
     assert ends(one, place.failure(7)) == Outcome(3)
     assert held(two) == Outcome(3)
 
 
 def test_restart_in_place_up_to_the_limit(place: Place) -> None:
     """G13: the newer family; then the worker's own code on every node."""
-    one, two = place.pair(replace(RULES, fault=IN_PLACE), max_restarts=1)
+    one, two = place.pair(replace(RULES, restarts=RestartRule(limit=1)))
     assert ends(one, place.failure(7)).restart
     assert held(two).restart
     generations = place.join(one, two)
@@ -251,7 +252,7 @@ def test_force_changes_the_number_of_nodes(place: Place) -> None:
 
 def test_fixed_job_waits_for_a_limited_time_and_ends_with_a_lost_node(place: Place) -> None:
     """--nnodes=2 --master etcd://ip:port: not elastic."""
-    fixed = replace(RULES, is_elastic=False, fault=IN_PLACE)
+    fixed = replace(RULES, is_elastic=False, restarts=RestartRule())
     (absent,) = place.join(place.node("x", fixed, wait_limit_s=0.5))
     assert isinstance(absent, RendezvousError)
     assert "Not every node came within 0 s" in str(absent) or "within 1 s" in str(absent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import threading
@@ -138,6 +139,23 @@ def etcdctl(server: Etcd, *words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("text", ["{}", "[1]", "null", '{"error": "' + "x" * 9000 + '"}', "[" * 200_000, "<html>", ""])
+def test_what_answers_in_the_place_of_etcd_is_like_silence(
+    text: str, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy between may answer anything; once that ended the thread that renews a launcher's lease."""
+    store = EtcdStore(EtcdAddress(endpoints=(etcd.endpoint,)), timeout_s=2.0)
+    (client,) = store._clients
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "post", lambda *_, **__: json.loads(text))
+        for call in (lambda: store.read("/t/"), lambda: store.grant(5), lambda: store.keep_alive(1)):
+            with pytest.raises(EtcdUnreachableError) as caught:
+                call()
+            assert len(str(caught.value)) < 400
+    assert store.read("/t/").values == {}
+    store.close()
+
+
 def test_user_and_password(tmp_path: Path) -> None:
     """The token is fetched, renewed after etcd forgot it, and a wrong password is named."""
     with Etcd(tmp_path) as server:

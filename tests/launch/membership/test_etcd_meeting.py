@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch.membership.agreement import END, IN_PLACE, SCHEDULER
 from fleet.launch.membership.engine import read_settings
 from fleet.launch.membership.etcd_address import EtcdAddress
+from fleet.launch.restarts import END, IN_PLACE, SCHEDULER
 from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 from tests.helpers.launching import read
@@ -39,13 +39,13 @@ def test_what_a_failure_means_in_each_family(
 ) -> None:
     """G13, G14; 004-01: PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL, spelled as it is."""
     settings = read_settings(read(*flags, env=env))
-    assert (settings.rules.fault, settings.wait_limit_s) == (fault, limit_s)
+    assert (settings.rules.restarts.fault, settings.wait_limit_s) == (fault, limit_s)
 
 
 def test_numbers_that_reach_the_rules() -> None:
     settings = read_settings(read(*NEWER))
     assert (settings.rules.min_nodes, settings.rules.max_nodes, settings.rules.quiet_s) == (2, 4, 7.0)
-    assert (settings.max_restarts, settings.changes_np, settings.rules.is_elastic) == (3, False, True)
+    assert (settings.rules.restarts.limit, settings.changes_np, settings.rules.is_elastic) == (3, False, True)
     assert read_settings(read(*OLDER, "--force")).changes_np
     scaled = read_settings(read(*OLDER, "--scale=2"))
     assert (scaled.changes_np, scaled.rules.min_nodes, scaled.rules.max_nodes) == (True, 4, 5)

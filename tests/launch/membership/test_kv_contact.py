@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleet.errors import RendezvousError
-from fleet.launch.membership.agreement import IN_PLACE, Rules
+from fleet.errors import FleetError, RendezvousError
+from fleet.launch.membership.agreement import Rules
 from fleet.launch.membership.engine import Engine, EngineSettings
-from fleet.launch.membership.generation import Generation, Outcome
+from fleet.launch.membership.generation import Generation
 from fleet.launch.membership.kv_client import KeyValueClient
 from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import KeyValueService
@@ -24,13 +26,14 @@ from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
 from fleet.launch.processes.logs import LaunchLog
 from fleet.launch.processes.signals import SignalInbox
+from fleet.launch.restarts import Outcome, RestartRule
 
 SECRET = b"secret"
 
 
 def fixed(num_nodes: int) -> Rules:
     """Rules of a job of a fixed number of nodes."""
-    return Rules(min_nodes=num_nodes, max_nodes=num_nodes, is_elastic=False, fault=IN_PLACE)
+    return Rules(min_nodes=num_nodes, max_nodes=num_nodes, is_elastic=False, restarts=RestartRule())
 
 
 class Place:
@@ -49,6 +52,7 @@ class Place:
         client = KeyValueClient(self.address, SECRET, ttl_s=2.0)
         client.connect()
         log = LaunchLog("CRITICAL")
+        rules = replace(rules, restarts=RestartRule(limit=restarts))
         contact = KeyValueContact(
             client, prefix="/job/", key=NODE_PREFIX + name, service=None, log=log, signals=self.signals
         )
@@ -56,7 +60,7 @@ class Place:
             contact,
             name=name,
             node=Node(host="127.0.0.1", rank=rank, serves=serves),
-            settings=EngineSettings(rules=rules, max_restarts=restarts, grace_s=7.0, wait_limit_s=limit_s),
+            settings=EngineSettings(rules=rules, grace_s=7.0, wait_limit_s=limit_s),
             log=log,
             signals=self.signals,
             secret=SECRET,
@@ -69,6 +73,25 @@ class Place:
             node.close()
         self.service.close()
         self.signals.__exit__(None, None, None)
+
+
+def test_a_contact_whose_thread_has_ended_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    place = Place()
+    contact = place.node("a", fixed(1))._store
+    contact.view()
+    monkeypatch.setattr(KeyValueClient, "wait", lose)
+    node = place.node("b", fixed(1))
+    contact = node._store
+    assert select.select([contact], [], [], 60.0)[0]
+    contact._thread.join(60)
+    for call in (contact.view, node.close):
+        with pytest.raises(FleetError, match="'rendezvous-watch' has ended.*too deep"):
+            call()
+    place.nodes.remove(node)
+    place.close()
 
 
 @pytest.fixture
@@ -236,7 +259,7 @@ def test_lost_service_stops_the_node(place: Place) -> None:
     assert held(one) == Outcome(1)
 
 
-RANGE = Rules(min_nodes=1, max_nodes=3, quiet_s=0.5, fault=IN_PLACE)
+RANGE = Rules(min_nodes=1, max_nodes=3, quiet_s=0.5, restarts=RestartRule())
 
 
 def elastic(place: Place) -> tuple[Engine, Engine]:

@@ -7,13 +7,15 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.workers import free_port
-from tests.launch.launcher import Launcher, wait_until_gone
+from tests.launch.launcher import ROOT, Launcher, wait_until_gone
 
 SECRET = {"FLEET_JOB_SECRET": "0123456789abcdef" * 4}
 HELLO = """
@@ -24,9 +26,9 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["PA
 TWO = ("--nnodes=2", "--nproc_per_node=1")
 
 
-def master() -> tuple[str, str]:
+def master() -> tuple[str, ...]:
     """A meeting point on this machine, where all the nodes are."""
-    return f"--master=127.0.0.1:{free_port()}", "--host=127.0.0.1"
+    return (f"--master=127.0.0.1:{free_port()}",)
 
 
 def ranks(*jobs: Launcher) -> list[str]:
@@ -37,7 +39,7 @@ def test_copied_command_forms_the_job(tmp_path: Path) -> None:
     """000-05, 000-06: the sentence, 80 dashes, the command with --master first; both exit 0."""
     with Launcher(tmp_path / "a", HELLO, *TWO, "--job_id=copied") as one:
         lines = one.wait_for(r"(?s)Copy the following.*-{80}.*-{80}\n", "stdout")[0].splitlines()
-        assert lines[0] == "Copy the following command to other nodes to run."
+        assert lines[0].startswith("Copy the following command to other nodes to run. It reads the job's secret from ")
         assert lines[1] == lines[3] == "-" * 80
         secret, _, _, module, *words = shlex.split(lines[2])
         name, value = secret.partition("=")[0], one.printed_secret()
@@ -55,6 +57,20 @@ def test_copied_command_forms_the_job(tmp_path: Path) -> None:
             assert "replicas 2[2:2], elastic False" in one.stderr
         for path in (path for path in tmp_path.rglob("*") if path.is_file()):
             assert value.encode() not in path.read_bytes(), path
+
+
+def test_the_command_pasted_on_this_machine(tmp_path: Path) -> None:
+    """000-06: as it stands, in the same folder and without ssh; each launcher has its own logs there."""
+    with Launcher(tmp_path, HELLO, *TWO) as one:
+        command = one.wait_for(r"(.*) train.py\n", "stdout")[0]
+        assert command.startswith("FLEET_JOB_SECRET=")
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        env = {"PATH": path, "PYTHONPATH": str(ROOT)}
+        two = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert (one.wait(), two.returncode) == (0, 0), two.stderr
+        assert one.log().startswith("rank 0 of 2")
+        assert one.log("launcher-2/workerlog.0").startswith("rank 1 of 2")
+        assert "those of this one are in log/launcher-2" in two.stderr
 
 
 def test_chosen_master_on_all_nodes(tmp_path: Path) -> None:

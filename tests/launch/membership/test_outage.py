@@ -48,6 +48,11 @@ def test_a_launcher_that_does_not_answer_counts_against_the_outage(peers: list[P
     assert not nobody_has_contact([peer.place for peer in peers], SECRET)
 
 
+def test_what_is_no_address_counts_against_the_outage() -> None:
+    for host, port in (("a" * 70, 1), ("127.0.0.1", 1 << 20), ("127.0.0.1\0", 1), ("\udc80", 1)):
+        assert ask(host, port, "name", b"secret") is None
+
+
 def test_an_answer_without_the_secret_counts_for_nothing(peers: list[Peer]) -> None:
     peers[0].has_contact = False
     assert ask(*peers[0].place, b"other") is None

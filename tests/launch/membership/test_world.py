@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from fleet.launch.membership.agreement import (
-    IN_PLACE,
     Rules,
     absent_ranks,
     decide,
@@ -36,8 +35,9 @@ from fleet.launch.membership.world import (
     read_world,
     to_json,
 )
+from fleet.launch.restarts import RestartRule
 
-TWO = Rules(min_nodes=2, max_nodes=2, is_elastic=False, fault=IN_PLACE)
+TWO = Rules(min_nodes=2, max_nodes=2, is_elastic=False, restarts=RestartRule())
 FIRST = World(generation=0, state=OVER, nodes=(), peers=(), min_nodes=2, max_nodes=2)
 
 
@@ -190,7 +190,7 @@ def test_no_interleaving_splits_the_world(seed: int) -> None:
     """Split brain of the study: nodes act on stale views in any order, join late, vanish; worlds that start agree."""
     chance = random.Random(seed)
     store = FakeStore()
-    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=3, is_elastic=seed % 2 == 0, fault=IN_PLACE)
+    rules = Rules(min_nodes=2, max_nodes=3, quiet_s=3, is_elastic=seed % 2 == 0, restarts=RestartRule())
     views: dict[str, View] = {}
     started: dict[int, set[tuple[str, ...]]] = {}
     running: dict[str, World] = {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleet.launch.page import job_view
+from fleet.launch.page import job_view, page_folder
 from fleet.launch.page.job_view import BAD, GOOD, IDLE, JobView
 from fleet.launch.processes.worker_file import BEAT_NS, PAUSED, STEP
 from tests.helpers.paged import made_end, made_process, made_view, worker_record
@@ -83,9 +86,14 @@ def test_what_has_ended_stays_until_the_next_generation(view: JobView, tmp_path:
     assert [(row.state, row.step) for row in view.rows()] == [("failed: exit code 1", 7)]
     assert view.state == "restarting"
     worker_record(tmp_path, 0, 7, loss=1.0)
+    assert view.rows()[0].loss == 1.0
+    os.utime(tmp_path / "worker.0.json", (time.time() - 1, time.time() - 1))
     view.begin("10.0.0.7", "node 0 of 1")
     assert view.rows() == []
-    assert not (tmp_path / "worker.0.json").exists()
+    view.started(*made_process(tmp_path, 0, 1))
+    assert view.rows()[0].loss is None  # another worker of this rank wrote it
+    worker_record(tmp_path, 0, 1, loss=2.0)
+    assert view.rows()[0].loss == 2.0
     assert [(one.what, one.report) for one in view.failures()] == [
         ("worker 0 failed, exit code 1; the job starts again", "the report")
     ]
@@ -112,3 +120,46 @@ def test_checkpoints_of_the_first_worker_that_has_some(view: JobView, tmp_path: 
     (tmp_path / "save" / "step-0000000001" / "index.json").write_text("{}")
     worker_record(tmp_path, 1, 1, tmp_path / "save")
     assert [one.path.name for one in view.checkpoints()] == ["step-0000000001"]
+
+
+def test_files_that_do_not_answer_hold_up_no_supervision(
+    view: JobView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a failed worker was started again when the folder of the checkpoints answered, or never."""
+    process, file = made_process(tmp_path, 0, 1)
+    view.started(process, file)
+    stalled, hung = tmp_path / "stalled", threading.Event()
+    worker_record(tmp_path, 0, 1, stalled)
+    monkeypatch.setattr(page_folder, "_ANSWER_S", 0.1)
+    usual_open, usual_list = os.open, os.listdir
+
+    def slow_list(path: Any = ".") -> Any:
+        return hung.wait(60) and [] if path == stalled else usual_list(path)
+
+    def slow_open(path: Any, *args: Any, **options: Any) -> int:
+        is_slow = str(path).startswith(str(tmp_path)) and threading.current_thread() is not threading.main_thread()
+        return hung.wait(60) and usual_open(path, *args, **options) if is_slow else usual_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "listdir", slow_list)
+    for _ in range(20):  # of as many browsers
+        with pytest.raises(TimeoutError, match=r"stalled has not answered within 0\.1 s"):
+            view.checkpoints()
+    assert sum(thread.name == "page checkpoints" for thread in threading.enumerate()) == 1
+    (tmp_path / "server.0.0.json").write_text("{}")
+    monkeypatch.setattr(os, "open", slow_open)
+    looking = threading.Thread(target=view.servers)
+    looking.start()
+    time.sleep(0.05)
+    began = time.monotonic()
+    view.replaced(made_end(process, 3), 0)
+    view.started(*made_process(tmp_path, 0, 1))
+    view.answer()
+    view.forget()
+    view.failed(made_end(process, 3), "the report", restarts=True)
+    view.begin("10.0.0.7", "node 0 of 1")
+    view.ended(0)
+    assert time.monotonic() - began < 5
+    assert looking.is_alive()
+    hung.set()
+    looking.join(60)
+    assert not looking.is_alive()

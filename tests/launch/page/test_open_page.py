@@ -96,5 +96,5 @@ def test_wrong_ports(text: str) -> None:
 def test_without_a_page_no_process_writes_for_one() -> None:
     assert all("FLEET_PAGE_FOLDER" not in spec.environment for spec in plan(read("--nproc_per_node=2")))
     config = read("--server_num=1", "--worker_num=1", "--page=0", "--heartbeat_timeout=0")
-    assert {spec.environment["FLEET_PAGE_FOLDER"] for spec in plan(config)} == {os.fspath(config.page_folder)}
+    assert {spec.environment["FLEET_PAGE_FOLDER"] for spec in plan(config)} == {os.fspath(config.page.folder)}
     assert config.watches_workers

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleet.launch.page.page_folder import PageFolder, ServerRecord, WorkerRecord
+from fleet.launch.page import page_folder
+from fleet.launch.page.page_folder import CheckpointLooks, PageFolder, ServerRecord, WorkerRecord, newest_checkpoints
 from tests.helpers.paged import worker_record
 
 
@@ -20,7 +23,7 @@ def test_the_newest_values_of_a_worker(tmp_path: Path) -> None:
     worker_record(tmp_path, 0, 4, loss=0.25)
     os.utime(tmp_path / "worker.0.json", ns=(0, 1))  # the clock of a file system may be coarse
     assert folder.worker(0) == WorkerRecord(4, {"loss": 0.25})
-    folder.forget_workers()
+    folder.since_ns = 2
     assert folder.worker(0) == WorkerRecord()
 
 
@@ -68,6 +71,31 @@ def test_complete_checkpoints_newest_first(tmp_path: Path) -> None:
     for step, name in ((1, "index.json"), (2, "manifest.json"), (3, "part")):
         (tmp_path / f"step-{step:010d}").mkdir()
         (tmp_path / f"step-{step:010d}" / name).write_bytes(bytes(10 * step))
-    found = PageFolder(tmp_path).checkpoints(tmp_path)
+    found = newest_checkpoints(tmp_path)
     assert [(one.path.name[-1], one.num_bytes) for one in found] == [("2", 20), ("1", 10)]
-    assert PageFolder(tmp_path).checkpoints(tmp_path / "absent") == []
+    for path in ("absent", "a\0b", "\ud800"):
+        assert newest_checkpoints(tmp_path / path) == []
+
+
+def test_a_folder_that_does_not_answer_takes_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole" / "step-0000000001").mkdir(parents=True)
+    (tmp_path / "whole" / "step-0000000001" / "index.json").write_text("{}")
+    hung, usual = threading.Event(), os.listdir
+
+    def listdir(path: Any = ".") -> Any:
+        return (hung.wait(60) and []) if "stalled" in str(path) else usual(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    looks = CheckpointLooks()
+    assert [one.path.name for one in looks.newest(tmp_path / "whole")] == ["step-0000000001"]
+    monkeypatch.setattr(page_folder, "_ANSWER_S", 0.01)
+    for number in (0, 0, 0, *range(20)):  # a program may name others without end
+        with pytest.raises(TimeoutError, match=r"stalled \d+ has not answered within 0\.01 s"):
+            looks.newest(tmp_path / f"stalled {number}")
+    threads = [thread for thread in threading.enumerate() if thread.name == "page checkpoints"]
+    assert len(threads) == 8
+    hung.set()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.setattr(page_folder, "_ANSWER_S", 60.0)
+    assert looks.newest(tmp_path / "stalled 0") == []

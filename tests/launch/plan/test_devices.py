@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.launch.plan.devices import visible_cards
+from fleet.launch.plan.local_machine import Machine
 from fleet.launch.plan.records import LaunchConfig
 from tests.helpers.launching import notes, read
 
@@ -13,14 +13,18 @@ VISIBLE = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 
 def selected(config: LaunchConfig) -> tuple[str, ...]:
-    return config.worker_devices
+    return config.processes.worker_devices
 
 
 def test_devices_are_absolute_and_handed_on_relative_to_the_visible_ones() -> None:
     """000-17."""
     config = read("--devices=6,7", env=VISIBLE, num_gpus=8)
-    assert (config.devices, selected(config), config.nproc_per_node) == ((6, 7), ("2", "3"), 2)
-    assert (config.device_type, config.process_group_backend) == ("gpu", "nccl")
+    assert (config.processes.device_names, selected(config), config.processes.num_workers) == (
+        ("6", "7"),
+        ("2", "3"),
+        2,
+    )
+    assert (config.processes.device_type, config.processes.process_group_backend) == ("gpu", "nccl")
     assert selected(read("--devices=6,7", num_gpus=8)) == ("6", "7")
 
 
@@ -54,18 +58,22 @@ def test_spaces_in_the_list_are_tolerated() -> None:
 def test_every_visible_card_is_the_default() -> None:
     """003-02, 000-15: one process per card."""
     config = read(num_gpus=4)
-    assert (config.nproc_per_node, selected(config)) == (4, ("0", "1", "2", "3"))
+    assert (config.processes.num_workers, selected(config)) == (4, ("0", "1", "2", "3"))
     assert selected(read(env=VISIBLE, num_gpus=8)) == ("0", "1", "2", "3")
-    assert read(env=VISIBLE, num_gpus=8).devices == (4, 5, 6, 7)
+    assert read(env=VISIBLE, num_gpus=8).processes.device_names == ("4", "5", "6", "7")
     assert selected(read(env={"CUDA_VISIBLE_DEVICES": "GPU-aa"}, num_gpus=8)) == ("0",)
     hidden = read(env={"CUDA_VISIBLE_DEVICES": ""}, num_gpus=8)
-    assert (hidden.device_type, hidden.nproc_per_node) == ("cpu", 1)
+    assert (hidden.processes.device_type, hidden.processes.num_workers) == ("cpu", 1)
 
 
 def test_gpus_on_a_machine_without_any_start_cpu_processes_with_a_warning() -> None:
     """Decision 6, 002-10: the quick start runs on a laptop, with every variable of the contract."""
     config = read("--gpus=0,1")
-    assert (config.nproc_per_node, config.device_type, config.process_group_backend) == (2, "cpu", "gloo")
+    assert (config.processes.num_workers, config.processes.device_type, config.processes.process_group_backend) == (
+        2,
+        "cpu",
+        "gloo",
+    )
     assert "this machine has no GPU; the workers run on the CPU" in notes(config)
     assert selected(config) == ("0", "1")
 
@@ -76,7 +84,7 @@ def test_a_broken_driver_is_an_error_when_gpus_are_asked_for() -> None:
         with pytest.raises(ConfigError, match="driver is not loaded"):
             read(flag, num_gpus=2, driver_problem="their driver is not loaded")
     config = read(num_gpus=2, driver_problem="their driver is not loaded")
-    assert (config.device_type, config.nproc_per_node) == ("cpu", 1)
+    assert (config.processes.device_type, config.processes.num_workers) == ("cpu", 1)
     assert "their driver is not loaded" in notes(config)
 
 
@@ -86,8 +94,8 @@ def test_a_broken_driver_is_an_error_when_gpus_are_asked_for() -> None:
 )
 def test_processes_per_node_as_torchrun_counts_them(text: str, num_gpus: int, workers: int) -> None:
     config = read(f"--nproc-per-node={text}", num_gpus=num_gpus, num_cpus=6)
-    assert config.nproc_per_node == workers
-    assert config.device_type == ("gpu" if num_gpus and text != "cpu" else "cpu")
+    assert config.processes.num_workers == workers
+    assert config.processes.device_type == ("gpu" if num_gpus and text != "cpu" else "cpu")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "gpus", "1.5", ""])
@@ -99,7 +107,7 @@ def test_other_numbers_of_processes_are_errors(text: str) -> None:
 def test_more_processes_than_cards_share_them_with_gloo() -> None:
     config = read("--devices=2,3", "--nproc_per_node=5", num_gpus=4)
     assert selected(config) == ("2", "3", "2", "3", "2")
-    assert config.process_group_backend == "gloo"
+    assert config.processes.process_group_backend == "gloo"
     assert "share them in turn, with gloo" in notes(config)
     with pytest.raises(ConfigError, match="nccl needs a GPU for each"):
         read("--devices=2,3", "--nproc_per_node=5", "--backend=nccl", num_gpus=4)
@@ -115,7 +123,7 @@ def test_one_process_may_have_several_cards() -> None:
 
 
 def test_backends() -> None:
-    assert read("--backend=gloo", num_gpus=2).process_group_backend == "gloo"
+    assert read("--backend=gloo", num_gpus=2).processes.process_group_backend == "gloo"
     with pytest.raises(ConfigError, match="nccl needs GPUs"):
         read("--backend=nccl")
     with pytest.raises(UnsupportedOptionError, match="bkcl"):
@@ -139,9 +147,9 @@ def test_other_devices_and_contradictions_are_refused() -> None:
 
 def test_visible_cards_end_at_the_first_invalid_entry() -> None:
     """As CUDA reads the variable."""
-    assert [card.name for card in visible_cards(4, "2, 0,9,1")] == ["2", "0"]
-    assert visible_cards(4, "-1") == []
-    assert visible_cards(0, "0") == []
+    assert [card.name for card in Machine(num_gpus=4).visible_cards("2, 0,9,1")] == ["2", "0"]
+    assert Machine(num_gpus=4).visible_cards("-1") == []
+    assert Machine(num_gpus=0).visible_cards("0") == []
 
 
 @pytest.mark.parametrize("flag", ["gpus", "devices"])

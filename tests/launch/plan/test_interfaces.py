@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from fleet._addresses import means_itself
+from fleet.common.addresses import means_itself
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.job import _with_interface
 from fleet.launch.plan import interfaces as _interfaces
 from fleet.launch.plan.interfaces import interface_to, interfaces, own_address, reachable
-from fleet.launch.plan.records import Peer
+from fleet.launch.plan.peers import Peer
 from tests.helpers import etcd as etcd_helper
 from tests.helpers import namespaces
 from tests.helpers.etcd import Etcd
@@ -108,15 +108,22 @@ def test_nodes_that_meet_elsewhere_and_all_name_loopback_are_refused() -> None:
     with pytest.raises(LaunchError, match="meet at 10.0.0.2:80, and all of them have the address 127.0.0.1.*--host="):
         _with_interface(read("--nnodes=2", "--master=10.0.0.2:80"), peers[0], peers)
     for flags in (("--master=10.0.0.2:80", "--host=127.0.0.1"), ()):
-        assert _with_interface(read("--nnodes=2", *flags), peers[0], peers).interface == "lo"
+        assert _with_interface(read("--nnodes=2", *flags), peers[0], peers).nodes.interface == "lo"
 
 
 @pytest.mark.parametrize("flag", ["--master=127.0.0.1:6000", "--rdzv-endpoint=localhost:6000", "--master_addr=::1"])
-def test_a_master_on_loopback_is_refused_for_several_nodes(flag: str) -> None:
-    with pytest.raises(ConfigError, match="means a different machine on each of the 2 nodes.*--host=127.0.0.1"):
-        read("--nnodes=2", flag)
-    assert read("--nnodes=2", flag, "--host=127.0.0.1").master is not None
-    assert read("--nnodes=1", flag).is_single_node
+def test_a_master_on_loopback_has_all_its_nodes_on_this_machine(flag: str) -> None:
+    """000-14; an address of another kind beside it contradicts it, and a place for listening is none to go to."""
+    place = {"--master": "127.0.0.1", "--rdzv-endpoint": "localhost", "--master_addr": "::1"}[flag.partition("=")[0]]
+    config = read("--nnodes=2", flag)
+    assert (config.nodes.host, config.nodes.is_single) == (place, False)
+    assert "so all 2 nodes of the job start here" in f"{config.command.notes}"
+    assert read("--nnodes=2", flag, "--host=127.0.0.1").nodes.host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="means a different machine on each of the 2 nodes.*reached at 10.0.0.1"):
+        read("--nnodes=2", flag, "--host=10.0.0.1")
+    with pytest.raises(ConfigError, match="0.0.0.0:6000 means a different machine on each.*127.0.0.1:6000 alone"):
+        read("--nnodes=2", "--master=0.0.0.0:6000", "--host=10.0.0.1")
+    assert read("--nnodes=1", flag).nodes.is_single
     assert Environment({}).raw("PADDLE_MASTER") is None
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fleet.errors import LaunchError
-from fleet.launch.plan.peers import peer_from_json, peer_to_json
-from fleet.launch.plan.records import Peer
+from fleet.launch.plan.peers import Peer, peer_from_json, peer_to_json
 
 PEER = Peer(
     name="abc",

@@ -56,7 +56,7 @@ def test_two_workers_on_one_node() -> None:
         }.items()
     )
     assert (first.echo, second.echo) == (True, False)
-    assert env["POD_NAME"] == config.pod_name
+    assert env["POD_NAME"] == config.pod.name
     for absent in ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_USE_AGENT_STORE", "TRAINING_ROLE", "POD_IP"):
         assert absent not in env
 

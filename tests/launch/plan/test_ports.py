@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from fleet.errors import ConfigError, LaunchError
-from fleet.launch.plan.ports import check_ports, fixed_ports, free_ports, is_free, make_peer
+from fleet.launch.plan.peers import Peer
+from fleet.launch.plan.ports import PortHold, check_ports, fixed_ports, free_ports, hold_ports, is_free, make_peer
 from tests.helpers.launching import notes, plan, read
 
 
@@ -50,7 +53,7 @@ def test_this_nodes_peer() -> None:
     peer = make_peer(config)
     ports = [*peer.ports, *peer.server_ports, peer.store_port, peer.http_port]
     assert (len(peer.ports), len(peer.server_ports), len(set(ports))) == (3, 2, 7)
-    assert (peer.host, peer.name) == ("127.0.0.1", config.pod_name)
+    assert (peer.host, peer.name) == ("127.0.0.1", config.pod.name)
     assert len(plan(config, [peer])) == 5
 
 
@@ -79,19 +82,21 @@ def test_a_start_port_that_is_taken_or_means_nothing_is_refused(busy: int) -> No
         make_peer(read(f"--start_port={busy}"))
     with pytest.raises(ConfigError, match="listed with their ports"):
         read("--servers=127.0.0.1:7000", "--workers=127.0.0.1:7001", "--start_port=8000")
-    assert read("--servers=127.0.0.1:7000", "--workers=127.0.0.1", "--start_port=8000").workers == ("127.0.0.1:8000",)
+    assert read("--servers=127.0.0.1:7000", "--workers=127.0.0.1", "--start_port=8000").servers.worker_endpoints == (
+        "127.0.0.1:8000",
+    )
 
 
 def test_the_flag_wins_over_the_variable() -> None:
     config = read("--start_port=7000", env={"FLAGS_START_PORT": "8000"})
-    assert config.fixed_port == 7000
+    assert config.nodes.first_port == 7000
     assert "--start_port=7000 on the command line wins over FLAGS_START_PORT=8000" in notes(config)
 
 
 def test_a_listed_node_keeps_its_ports(busy: int) -> None:
     flags = ("--ips=127.0.0.2,127.0.0.3", "--host=127.0.0.2")
     config = read(*flags, "--start_port=61999")
-    assert make_peer(config) is config.static_peers[0]
+    assert make_peer(config) is config.nodes.static_peers[0]
     config = read("--servers", f"127.0.0.1:{busy}", "--worker_num=1")
     with pytest.raises(LaunchError, match="in use"):
         make_peer(config)
@@ -107,3 +112,61 @@ def test_counted_processes_stay_clear_of_listed_ones() -> None:
 
 def test_addresses_of_other_machines_are_not_looked_at() -> None:
     assert is_free("192.0.2.77", 80)
+
+
+CONFIG = read("--server_num=1", "--worker_num=1")
+
+
+def test_ports_are_held_and_free_again_after_release() -> None:
+    first, second, store = free_ports(3, "127.0.0.1")
+    peer = Peer(name="p", host="127.0.0.1", ports=(first,), server_ports=(second,), store_port=store)
+    with hold_ports(CONFIG, peer) as held:
+        assert not any(is_free("127.0.0.1", port) for port in (first, second, store))
+        held.release()
+        assert all(is_free("127.0.0.1", port) for port in (first, second, store))
+
+
+def test_taken_port_is_left_to_the_process_to_report() -> None:
+    (port,) = free_ports(1, "127.0.0.1")
+    with PortHold([("127.0.0.1", port)]), PortHold([("127.0.0.1", port)]):
+        pass
+    assert is_free("127.0.0.1", port)
+
+
+def test_hold_ends_with_the_block() -> None:
+    (port,) = free_ports(1, "127.0.0.1")
+    with pytest.raises(KeyError), PortHold([("127.0.0.1", port)]):
+        raise KeyError
+    assert is_free("127.0.0.1", port)
+
+
+def test_the_port_of_a_server_is_handed_on_and_kept() -> None:
+    """Issue 10, High 1: nobody takes a server's port between the plan and its listen, nor while it restarts."""
+    (port,) = free_ports(1, "127.0.0.1")
+    peer = Peer(name="p", host="127.0.0.1", ports=(port + 1,), server_ports=(port,), store_port=port + 2)
+    server, worker = plan(CONFIG, [peer])
+    with hold_ports(CONFIG, peer) as held:
+        assert held.hand_on(worker) == worker
+        passed = held.hand_on(server)
+        held.release()
+        (number,) = passed.pass_fds
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()  # a program that opens its PADDLE_PORT itself
+        assert passed.environment == {**server.environment, "FLEET_PS_SOCKET": f"{number}"}
+        with socket.socket(fileno=os.dup(number)) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)
+            listener.listen()
+        assert not is_free("127.0.0.1", port), "once its server has listened, nobody else can, also while it is away"
+        elsewhere = replace(server, environment={**server.environment, "POD_IP": "localhost"})
+        assert held.hand_on(elsewhere) == elsewhere, "where a name leads is the server's to say"
+    assert is_free("127.0.0.1", port)
+
+
+def test_listed_servers_of_this_node_are_held_too() -> None:
+    first, second = free_ports(2, "127.0.0.1")
+    config = read(f"--servers=127.0.0.1:{first},127.0.0.9:{second}", "--workers=127.0.0.1:7900", "--host=127.0.0.1")
+    assert list(config.servers.local_servers) == [0]
+    with hold_ports(config, Peer(name="p", host="127.0.0.1", ports=())):
+        assert not is_free("127.0.0.1", first)
+        assert is_free("127.0.0.9", second)

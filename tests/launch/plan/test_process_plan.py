@@ -25,10 +25,10 @@ def specs_of(flags: tuple[str, ...], env: dict[str, str] | None = None) -> tuple
 def test_marks_of_the_job(flags: tuple[str, ...]) -> None:
     config, specs = specs_of(flags)
     for spec in specs:
-        assert spec.environment["FLEET_JOB_SECRET"] == config.secret
-        assert spec.environment["FLEET_POD"] == config.pod_id
+        assert spec.environment["FLEET_JOB_SECRET"] == config.pod.secret
+        assert spec.environment["FLEET_POD"] == config.pod.id
         assert spec.environment["FLEET_GENERATION"] == "3"
-        assert not any(config.secret in word for word in spec.command)
+        assert not any(config.pod.secret in word for word in spec.command)
         assert all(isinstance(value, str) for value in spec.environment.values())
 
 

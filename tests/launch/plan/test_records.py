@@ -6,11 +6,12 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from fleet.launch.plan.records import LaunchConfig, Peer
+from fleet.launch.plan.peers import Peer
+from fleet.launch.plan.records import LaunchConfig, Pod, Script
 
 
 def test_a_configuration_cannot_change() -> None:
-    config = LaunchConfig(mode="collective", script="train.py", secret="abc123")
+    config = LaunchConfig(mode="collective", script=Script(name="train.py"), pod=Pod(secret="abc123"))
     with pytest.raises(FrozenInstanceError):
         config.mode = "ps"  # type: ignore[misc]
     assert "abc123" not in repr(config)
@@ -18,6 +19,11 @@ def test_a_configuration_cannot_change() -> None:
 
 def test_defaults_describe_one_process_on_this_node() -> None:
     """000-08, 000-13, G3."""
-    config = LaunchConfig(mode="collective", script="train.py")
-    assert (config.max_nodes, config.job_id, config.with_gloo, config.is_single_node) == (1, "default", 0, True)
+    config = LaunchConfig(mode="collective", script=Script(name="train.py"))
+    assert (config.nodes.max, config.job_id, config.servers.with_gloo, config.nodes.is_single) == (
+        1,
+        "default",
+        0,
+        True,
+    )
     assert Peer(name="a", host="b").node_rank == -1

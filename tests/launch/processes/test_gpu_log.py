@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleet.launch.plan.records import LaunchConfig
+from fleet.launch.plan.records import LaunchConfig, Logs, Processes, Script
 from fleet.launch.processes.gpu_log import HEADER, write_gpu_log
 from fleet.launch.processes.logs import LaunchLog
 
@@ -19,9 +20,14 @@ def fake_smi(folder: Path, text: str, code: int = 0) -> None:
     program.chmod(0o755)
 
 
-def config_for(folder: Path, **fields: object) -> LaunchConfig:
-    values = {"device_type": "gpu", "device_names": ("0", "2"), "log_dir": folder / "log", "job_id": "job"}
-    return LaunchConfig(mode="collective", script="train.py", **{**values, **fields})  # type: ignore[arg-type]
+def config_for(folder: Path, device_type: str = "gpu", enable_gpu_log: bool = True) -> LaunchConfig:
+    return LaunchConfig(
+        mode="collective",
+        script=Script(name="train.py"),
+        job_id="job",
+        processes=Processes(device_type=device_type, device_names=("0", "2")),
+        logs=Logs(folder=folder / "log", has_gpu_log=enable_gpu_log),
+    )
 
 
 def test_one_line_for_each_card_and_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +67,7 @@ def test_a_failing_program_is_named_once(
 
 @pytest.mark.parametrize("fields", [{"device_type": "cpu"}, {"enable_gpu_log": False}])
 def test_nothing_is_written_where_there_is_nothing_to_write(
-    fields: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fields: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with write_gpu_log(config_for(tmp_path, **fields), LaunchLog()):
         pass

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
+from fleet.errors import ConfigError
 from fleet.launch.processes.logs import LaunchLog
-from fleet.launch.processes.profile_report import PARTS, show_profile, straggler_lines, table_lines, write_report
-from tests.helpers.launching import read
+from fleet.launch.processes.profile_report import (
+    PARTS,
+    read_range,
+    show_profile,
+    straggler_lines,
+    table_lines,
+    write_report,
+)
+from tests.helpers.launching import plan, read
 
 MS = 1_000_000
 BASE = 1_790_000_000_000_000_000
@@ -84,9 +92,44 @@ def test_a_job_that_did_not_reach_the_steps_says_so(tmp_path: Path, capsys: pyte
     assert "no worker of this node has finished one of these steps" in capsys.readouterr().err
 
 
-def test_a_broken_file_costs_the_report_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+STEPS = '{"rank": 1, "host": "h", "steps": [{"step": 1, "begin_ns": 1%s, "end_ns": 2}], "spans": []}' % ("0" * 400)
+BROKEN = ('{"rank"', "[]", "7", "[" * 200_000, '{"rank": 1, "steps": 3}', STEPS)
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[:24])
+def test_a_broken_file_costs_the_report_alone(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "profile"
     write(folder, worker(0, forward=1))
-    (folder / "rank1.steps.json").write_text('{"rank"')
+    (folder / "rank1.steps.json").write_text(text)
     show_profile(read("--profile=10:13", f"--log_dir={tmp_path}"), LaunchLog())
     assert "no report was made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "found"), [("10:13", (10, 13)), (" 0:1 ", (0, 1)), ("5:1005", (5, 1005))])
+def test_steps_from_the_first_up_to_the_last(text: str, found: tuple[int, int]) -> None:
+    assert read_range(text, "--profile") == found
+
+
+@pytest.mark.parametrize("text", ["13:10", "10:10", "0:1001"])
+def test_an_empty_or_huge_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--profile is .*LAST is greater than FIRST, by 1000 at most"):
+        read_range(text, "--profile")
+
+
+@pytest.mark.parametrize("text", ["10", "a:b", "-1:3", "10:", "1:2:3", "", "1.5:2", "9" * 700 + ":1"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="takes FIRST:LAST, numbers of steps counted from 0, as in 10:13"):
+        read_range(text, "--profile")
+
+
+def test_the_workers_get_the_range_from_the_flag_or_the_environment() -> None:
+    assert plan(read("--profile=10:13", "--nproc_per_node=2"))[1].environment["FLEET_PROFILE"] == "10:13"
+    assert plan(read(env={"FLEET_PROFILE": "1:2"}))[0].environment["FLEET_PROFILE"] == "1:2"
+    assert "FLEET_PROFILE" not in plan(read())[0].environment
+
+
+def test_a_bad_range_is_refused_before_the_job_starts() -> None:
+    with pytest.raises(ConfigError, match="--profile is '13:10'"):
+        read("--profile=13:10")
+    with pytest.raises(ConfigError, match="FLEET_PROFILE is 'x'"):
+        read(env={"FLEET_PROFILE": "x"})

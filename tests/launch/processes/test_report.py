@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from fleet.launch.processes.report import (
     first_failure_line,
     hint_line,
     last_words,
+    left_servers_line,
     looks_like_victim,
     oom_kill_count,
 )
@@ -136,6 +140,30 @@ def test_an_abort_of_gloo_is_explained(tmp_path: Path) -> None:
     report = [line for _, line in failure_report(ended(tmp_path, 0, 134, "SIGABRT", text), role_size=2, host="h")]
     assert any("was left out on some of them" in line for line in report)
     assert hint_line(ended(tmp_path, 0, 134, "SIGABRT"), words=["Aborted"]) is None
+
+
+def test_a_full_log_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that printed ended with 1, and its traceback found no room in its log."""
+    failed = ended(tmp_path, 0, 1, None, "half a line")
+    assert not any("log folder" in text for _, text in failure_report(failed, role_size=1, host="h"))
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    (line,) = [text for _, text in failure_report(failed, role_size=1, host="h") if "log folder" in text]
+    assert line.startswith(f"Nothing more can be written in the log folder {tmp_path} (No space left on device)")
+
+
+def test_a_worker_that_left_its_servers_waiting_is_named(tmp_path: Path) -> None:
+    text = "Worker 1 ended without fleet.stop_worker(): what it has not sent is lost"
+    left = ended(tmp_path, 1, 0, None, text)
+    line = left_servers_line(left, [0, 2], 0)
+    assert line is not None
+    assert line.startswith("worker 1 ended without fleet.stop_worker(), with exit code 0, while workers 0, 2 of this")
+    assert left_servers_line(left, [], 0) is None, "nobody waits any more"
+    assert left_servers_line(left, [0], len(text)) is None, "an earlier run wrote it"
+    assert left_servers_line(ended(tmp_path, 1, 0, None, "done"), [0], 0) is None
 
 
 def test_oom_kill_count_is_a_number() -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from fleet.errors import ConfigError, UnknownOptionError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
-from fleet.strategies._declare.hybrid_configs import HybridMpConfig, HybridPpConfig, HybridShardingConfig
-from fleet.strategies._declare.nccl import NcclConfig
 from fleet.strategies._declare.strategy_plan import problems
+from fleet.strategies.hybrid import HybridMpConfig, HybridPpConfig, HybridShardingConfig, NcclConfig
 
 
 def test_nested_dictionaries_merge_at_every_depth() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.options import DistributedStrategy
+from fleet.options.explain import explanation
 from fleet.strategies import GROUPS, REGISTRY, Stage, Strategy, plan
 from fleet.strategies._declare.fields import Config, setting
 from fleet.strategies._declare.strategy import Values, top_level
@@ -83,6 +84,58 @@ def test_settings_that_a_model_reads_are_not_remarked() -> None:
     assert not any("pipeline_configs" in note for note in plan(strategy, 2).notes)
 
 
+IDLE: dict[str, dict[str, object]] = {
+    "sharding": {
+        "accumulate_steps": 2,
+        "split_param": True,
+        "comm_overlap": True,
+        "use_reduce_avg": False,
+        "comm_buffer_size_MB": 64,
+    },
+    "mp": {
+        "sync_param": False,
+        "sync_grad": True,
+        "sync_moment": True,
+        "sync_mode": "average",
+        "sync_param_name": ["norm"],
+        "need_broadcast_data": False,
+        "recompute_allgather": True,
+    },
+    "pp": {
+        "delay_scale_loss": True,
+        "clear_every_step_cache": True,
+        "enable_dynamic_shape": True,
+        "sync_param": True,
+        "sync_moment": True,
+        "sync_mode": "average",
+    },
+}
+
+
+@pytest.mark.parametrize("axis", IDLE)
+def test_settings_of_an_axis_are_remarked_where_its_degree_is_1(axis: str) -> None:
+    """Each key that holds no default is named, by the plan and by explain; with a degree above 1 none is."""
+    strategy = DistributedStrategy()
+    strategy.hybrid_configs = {f"{axis}_configs": IDLE[axis]}
+    expected = {
+        f"hybrid_configs['{axis}_configs']['{key}'] was set and changes nothing: {axis}_degree is 1."
+        for key in IDLE[axis]
+    }
+    assert set(plan(strategy, 2).notes) == expected
+    assert expected <= {line.removeprefix("- ") for line in explanation(strategy, 2).splitlines()}
+    strategy.hybrid_configs = {f"{axis}_degree": 2}
+    assert plan(strategy, 2).notes == ()
+    assert plan(DistributedStrategy(), 2).notes == ()
+
+
+def test_sharding_settings_act_by_the_switch_too() -> None:
+    """strategy.sharding shares among all workers, and hybrid_configs' keys for it act."""
+    strategy = DistributedStrategy()
+    strategy.sharding = True
+    strategy.hybrid_configs = {"sharding_configs": {"accumulate_steps": 2}}
+    assert plan(strategy, 2).notes == ()
+
+
 def test_settings_of_what_is_replaced_are_remarked(extra: type[Strategy]) -> None:
     """What the stand-in reads is not remarked; the rest is."""
     strategy = DistributedStrategy()
@@ -153,6 +206,34 @@ def test_problems_of_switches() -> None:
     strategy.use_hierarchical_allreduce = True
     strategy.hierarchical_allreduce_inter_nranks = 3
     assert any("does not divide the 4 processes" in str(error) for error in problems(strategy, 4))
+
+
+@pytest.mark.parametrize(("name", "axis"), [("tensor_parallel", "mp"), ("pipeline", "pp")])
+def test_a_switch_without_a_degree_says_that_it_divides_nothing(name: str, axis: str) -> None:
+    """It trained as data parallel without a word, and explain told of stages and parts."""
+    strategy = DistributedStrategy()
+    strategy.update({name: True})
+    note = f"{name} changes nothing: hybrid_configs['{axis}_degree'] is 1"
+    assert [text.partition(":")[0] for text in plan(strategy, 2).notes] == [f"{name} changes nothing"]
+    text = explanation(strategy, 2)
+    assert note in text
+    assert "keeps this worker's" not in text
+    assert f"   model: keeps all {'weights' if axis == 'mp' else 'layers'}: {axis}_degree is 1" in text
+    strategy.hybrid_configs = {f"{axis}_degree": 2}
+    assert plan(strategy, 2).notes == ()
+    assert "keeps this worker's" in explanation(strategy, 2)
+
+
+def test_a_degree_elsewhere_divides_layers() -> None:
+    """tensor_parallel_configs has a degree of its own; a model that is cut gets train_batch() with one stage, too."""
+    strategy = DistributedStrategy()
+    strategy.tensor_parallel = True
+    strategy.tensor_parallel_configs = {"tensor_parallel_degree": 2}
+    assert plan(strategy, 2).notes == ()
+    strategy = DistributedStrategy()
+    strategy.pipeline = True
+    strategy.pipeline_configs = {"split": "auto"}
+    assert plan(strategy, 2).notes == ()
 
 
 def test_notes_of_switches() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from fleet.strategies._gradients.passes import Passes, fills_gradients, forwards_behind, passes_of
+from fleet.strategies._gradients.passes import Passes, fills_gradients, forwards_behind, nodes_behind, passes_of
 from tests.helpers.workers import run_workers
 
 
@@ -58,6 +58,15 @@ def test_a_pass_begins_once_and_grad_is_none() -> None:
     assert seen == ["start"]
     assert {forward.differentiated for forward in forwards_behind(loss)} == {"user"}
     assert not passes.running
+
+
+def test_a_leaf_has_no_graph_behind_it() -> None:
+    leaf = nn.Parameter(torch.ones(()))
+    assert list(nodes_behind(leaf)) == forwards_behind(leaf) == []
+    names = [type(node).__name__ for node in nodes_behind((2 * leaf).exp())]
+    assert names == ["ExpBackward0", "MulBackward0", "AccumulateGrad"]
+    ended = nodes_behind((2 * leaf).exp(), ends=lambda node: type(node).__name__ == "MulBackward0")
+    assert [type(node).__name__ for node in ended] == names[:2]
 
 
 def test_passes_that_nobody_waits_for_are_noticed() -> None:

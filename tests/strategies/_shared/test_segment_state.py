@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 import fleet
 from fleet.errors import ConfigError
-from fleet.strategies._shared import segment_state
-from fleet.strategies._shared.segment_state import SegmentState
+from fleet.strategies._shared import segments
+from fleet.strategies._shared.segments import SegmentState
 
 
 class Codebook(nn.Module):
@@ -200,9 +200,9 @@ def test_harmless_numbers_are_not() -> None:
 
 def test_outputs_are_compared_in_the_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cost: a segment that has shown to be the same both times is compared no more, and stops early again."""
-    monkeypatch.setattr(segment_state, "_COMPARED_RUNS", 2)
+    monkeypatch.setattr(segments, "_COMPARED_RUNS", 2)
     compared: list[Any] = []
-    monkeypatch.setattr(segment_state.BothRuns, "compare", lambda self, output: compared.append(output))
+    monkeypatch.setattr(segments.BothRuns, "compare", lambda self, output: compared.append(output))
     layer = nn.Linear(4, 4)
     for _ in range(5):
         fleet.recompute(layer, torch.randn(3, 4)).sum().backward()

@@ -7,10 +7,10 @@ from torch import nn
 
 from fleet.errors import ConfigError
 from fleet.job.running import running_session
+from fleet.strategies._shared.module_names import check_patterns
 from fleet.strategies._shared.stages import on_some_stage
 from fleet.strategies.amp.amp import AmpConfig
 from fleet.strategies.amp.policy import check_stages
-from fleet.strategies.recompute import check_patterns
 from tests.helpers.workers import run_workers
 from tests.strategies._shared.norm_jobs import init
 
@@ -21,15 +21,15 @@ def patterns(rank: int, world_size: int) -> list[bool]:
     session = running_session()
     assert session is not None
     stage = nn.ModuleDict({f"block{rank}": nn.Linear(1, 1)})
-    check_patterns(stage, ("block0", "block1"), session.job)
+    check_patterns(stage, ("block0", "block1"), "checkpoints", session.job)
     with pytest.raises(ConfigError, match="'block2', which names no module"):
-        check_patterns(stage, ("block*", "block2"), session.job)
+        check_patterns(stage, ("block*", "block2"), "checkpoints", session.job)
     check_stages(
         stage, AmpConfig(custom_black_list=["block0", "Linear"], custom_black_varnames=["block1.bias"]), session.job
     )
     with pytest.raises(ConfigError, match="'block2', which is on no stage"):
         check_stages(stage, AmpConfig(custom_white_list=["block2"]), session.job)
-    return on_some_stage([rank == 0, rank == 1, False], session.job)
+    return on_some_stage([rank == 0, rank == 1, False], session.job.axes)
 
 
 def test_patterns_of_other_stages() -> None:

@@ -317,7 +317,7 @@ def test_sharding_needs_parameters_of_one_type() -> None:
     strategy = fleet.DistributedStrategy()
     strategy.amp = strategy.sharding = True
     strategy.amp_configs = {"use_pure_bf16": True, "use_optimizer_fp16": True}
-    strategy.sharding_configs = {"sharding_degree": 2, "stage": 2}
+    strategy.sharding_configs = {"sharding_degree": 2, "stage": 3}
     with pytest.raises(ConfigError, match=r"'use_optimizer_fp16'\].*of one type only"):
         fleet.strategies.plan(strategy, 2)
     strategy.sharding_configs = {"stage": 1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fleet.strategies.pipeline.followed import Followed
+from fleet.strategies.pipeline.split import Followed
 
 
 class Acting(nn.Module):

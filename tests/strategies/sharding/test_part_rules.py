@@ -210,35 +210,6 @@ def test_what_is_written_into_shards_arrives() -> None:
         assert {name: value for name, value in found.items() if not value < 1e-6} == {}
 
 
-def written_while_gathered(rank: int) -> list[str]:
-    """Returns the errors of step() after writes into a layer between forward and backward, and of the next forward."""
-
-    def convert(layer: Any) -> None:
-        layer.double().float()
-
-    def assign(layer: Any) -> None:
-        layer.weight.data = layer.weight.data * 2
-
-    def fill(layer: Any) -> None:
-        with torch.no_grad():
-            layer.bias.fill_(0.5)
-
-    found = []
-    for write in (convert, assign, fill):
-        fleet.init(is_collective=True, strategy=options(2, stage=2))
-        net = perceptron()
-        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
-        model = fleet.distributed_model(net)
-        loss = loss_of(model, slice(rank, None, 2))
-        write(first_layer(model))
-        if write is convert:
-            found.append(error_of(loss_of, model, slice(rank, None, 2)))
-        else:
-            loss.backward()
-            found.append(error_of(optimizer.step))
-    return found
-
-
 def refusals(rank: int, world_size: int) -> list[str]:
     """Returns the errors of what a worker would do with the numbers of its shard, and of tensors that do not fit."""
     fleet.init(is_collective=True, strategy=options(2, stage=3))
@@ -261,8 +232,42 @@ def refusals(rank: int, world_size: int) -> list[str]:
         lambda: model[2].bias[:1].sum().item() + model[2].bias.sum().item(),
     ]
     values = [torch.zeros(5, 4), p.data.double(), p.data[0]]
-    texts = [*(error_of(read) for read in numbers), *(error_of(assign, value) for value in values)]
-    return [*texts, *written_while_gathered(rank)]
+    return [*(error_of(read) for read in numbers), *(error_of(assign, value) for value in values)]
+
+
+def written_while_gathered(rank: int, world_size: int) -> list[str]:
+    """Returns the errors after a layer was converted or written between forward and backward, in one piece."""
+
+    def convert(layer: Any) -> None:
+        layer.double().float()
+
+    def fill(layer: Any) -> None:
+        with torch.no_grad():
+            layer.bias.fill_(0.5)
+
+    found = []
+    for write in (convert, fill):
+        strategy = options(2, stage=3)
+        strategy.find_unused_parameters = True
+        fleet.init(is_collective=True, strategy=strategy)
+        net = perceptron()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+        model = fleet.distributed_model(net)
+        loss = loss_of(model, slice(rank, None, world_size))
+        write(next(m for m in model.modules() if isinstance(m, nn.Linear)))
+        if write is convert:
+            found.append(error_of(loss_of, model, slice(rank, None, world_size)))
+        else:
+            found.append(error_of(loss.backward))
+            optimizer.zero_grad()
+    return found
+
+
+def test_a_write_into_a_gathered_parameter_is_refused() -> None:
+    for found in run_workers(written_while_gathered, 2, backend=None):
+        assert len(found) == 2
+        for text in found:
+            assert "of a Linear was written or converted between a forward and step()" in text
 
 
 def test_numbers_of_a_shard_are_refused() -> None:
@@ -275,8 +280,6 @@ def test_numbers_of_a_shard_are_refused() -> None:
             assert text != "no error", number
             assert "test_part_rules.py:" in text
             assert ".full_tensor() first, on every worker" in text
-        for text in found[9:]:
-            assert "of a Linear was written or converted between a forward and step()" in text
         for text in found[6:9]:
             assert "Assign what was computed from .data itself" in text
         assert "Tensor of shape [5, 4] and type torch.float32" in found[6]

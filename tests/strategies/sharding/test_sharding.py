@@ -168,7 +168,7 @@ def test_memory_falls_as_expected() -> None:
         plain = results_of_rank[0][0]["bytes"]
         rows = 4 * sum(p[0].numel() for p in net_of(0).parameters() if p.requires_grad)
         for (_, configs, _), (_, sharded) in zip(cases, results_of_rank, strict=True):
-            if configs["stage"] == 1:
+            if configs["stage"] < 3:
                 assert sharded["bytes"]["parameters"] == plain["parameters"]
             else:
                 assert sharded["bytes"]["parameters"] <= plain["parameters"] / 2 + rows
@@ -201,6 +201,7 @@ def four(rank: int, world_size: int) -> list[Any]:
     found.append((plain, train("adam", rank, clip=0.05), None, None, None, None))
     alone = fleet.get_hybrid_communicate_group().get_model_parallel_group()
     assert torch.distributed.get_process_group_ranks(alone) == [rank]
+    torch.distributed.barrier()  # worker 0 has the store, which a new group of each worker needs
     return found
 
 

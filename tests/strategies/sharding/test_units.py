@@ -95,10 +95,10 @@ def test_what_cannot_be_divided() -> None:
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="'scale' is a scalar"):
-        check_divisible(model)
+        check_divisible(model, 2)
     with pytest.raises(ConfigError, match="'weight' has no shape yet"):
-        check_divisible(nn.LazyLinear(3))
-    check_divisible(Model())
+        check_divisible(nn.LazyLinear(3), 3)
+    check_divisible(Model(), 3)
 
 
 class Twice(nn.Module):

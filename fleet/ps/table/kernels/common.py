@@ -1,20 +1,20 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""What all kernels stand on: raw memory, locks, the key hash, and the words of a table's state block.
+"""The base of all kernels: raw memory, locks, the key hash, and the words of a table's state block.
 
 [Note: State block]
-A table is one int64 array (the header) whose words hold numbers and addresses; the sub-shards are a second one that
-the header points to. Kernels get the header's address and read every other address from it, those of a sub-shard
-under the sub-shard's lock, so that growth by one thread is seen by all and a connection loop compiled by numba can
-call them with nothing but numbers. Rows live in chunks of 1024, cut from slabs that are never moved; the index of a
-sub-shard is one array of 16-byte entries::
+A table is one int64 array (the header) whose words hold numbers and addresses; the header points to a second array, of
+the sub-shards. Kernels get the header's address and read every other address from it, addresses of a sub-shard under
+the sub-shard's lock, so that growth by one thread is seen by all and a connection loop compiled by numba can call them
+with nothing but numbers. Rows live in chunks of 1024, cut from slabs that are never moved; the index of a sub-shard is
+one array of 16-byte entries::
 
     word 0   the 64 mixed bits of the key (a bijection, so the key itself is not needed to compare)
     word 1   bits  0..31  slot of the row; bit 31: not admitted yet, bits 0..30 count its pushes; all ones: empty
              bits 32..47  day of the last push
              bits 48..62  pushes so far, saturating;  bit 63: the row has its embedx part
 
-Chunks are in one of two tiers: memory, and with rows on disk a mapped file, whose rows are the cold ones. A slot stays
-what it is; a row changes its tier by a change of slot.
+Chunks are in one of two tiers: memory, and with rows on disk a mapped file, whose rows are the cold ones. A slot never
+changes its tier; a row changes tiers by a change of slot.
 
 A chunk holds 1024 rows, then their statistics (accessors), then their ranks (limits, see [Note: Eviction]). With rows
 on disk each row is followed by its own, so that it is in one page.
@@ -71,7 +71,8 @@ CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
 assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)
 # Kinds of ranks: none, the change of the last push, the same below the number of pushes.
 UNRANKED, BY_PUSH, BY_COUNT, RANK_BYTES = 0, 1, 2, 8
-LOW32, EMPTY, PENDING, PENDING_COUNT = 0xFFFFFFFF, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF
+LOW32, EMPTY = 0xFFFFFFFF, 0xFFFFFFFF
+PENDING, PENDING_COUNT = layout.PENDING, layout.PENDING_COUNT
 # Flag of a slot that a find returns: the row has its embedx part.
 HAS_EMBEDX = 1 << 40
 HUGE_PAGE, FIRST_SLAB, LAST_SLAB = 1 << 21, 1 << 20, 1 << 26
@@ -92,7 +93,7 @@ none: Any = types.void
 
 
 def _fingerprint() -> str:
-    """A checksum of the source of all kernels.
+    """Returns a checksum of the source of all kernels.
 
     numba's cache looks at the file of a function alone and would run code compiled against another version of the
     words below. With the checksum in their names, functions of different versions do not meet.
@@ -131,9 +132,8 @@ def part(signature: Any) -> Compile:
     return compiled
 
 
-def small_part(function: Callable[..., Any]) -> Any:
-    """Compiles a function that only kernels call, and always with arguments of the same types, when one does."""
-    return kernel(function)
+# For functions that only kernels call, with arguments of the same types: compiled when the first such kernel is.
+small_part = kernel
 
 
 def c_function(signature: Any, **options: Any) -> Compile:
@@ -178,7 +178,8 @@ def prefetch(typing_context, address):
     """Starts loading the cache line of ``address``."""
 
     def generate(context, builder, signature, arguments):
-        word, octet = ir.IntType(32), ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
+        octet = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [octet, word, word, word])
         load = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         builder.call(load, [builder.inttoptr(arguments[0], octet), word(0), word(3), word(1)])
@@ -203,7 +204,7 @@ def copy_line(typing_context, target, source):
 
 @_intrinsic
 def fence(typing_context):
-    """Makes what was written before visible to other processors before what is written after it."""
+    """Makes earlier writes visible to other processors before later ones."""
 
     def generate(context, builder, signature, arguments):
         builder.fence("seq_cst")
@@ -213,7 +214,7 @@ def fence(typing_context):
 
 
 def _indirect(result: Any, *arguments: Any) -> Any:
-    """What an intrinsic returns that calls the C function at the address of its first argument.
+    """Returns the result of an intrinsic that calls the C function at the address of its first argument.
 
     [Note: Calls by address]
     A kernel that calls another by name is compiled together with a copy of it, down the whole chain. The parts that
@@ -265,7 +266,7 @@ def call_admit(typing, function, table, sub, h, at, mode, score, nonce):
 
 @_intrinsic
 def call_draw(typing, function, numbers, key, column):
-    """Calls a function of :mod:`fleet.ps.table.kernels.draws`."""
+    """Calls an initializer of :mod:`fleet.ps.table.kernels.row_kernels`."""
     return _indirect(f64, *DRAW_ARGUMENTS)
 
 
@@ -289,6 +290,7 @@ _ADVISE_HUGE_PAGES = 14
 @part(i64(i64))
 def allocate(num_bytes):
     """Returns the address of at least ``num_bytes``, 64-byte aligned, in huge pages where that pays; 0 if none."""
+    # Below one huge page nothing is gained, and madvise would cost a system call for each small list.
     if num_bytes < HUGE_PAGE:
         return allocate_aligned(64, (num_bytes + 63) // 64 * 64)
     address = allocate_aligned(HUGE_PAGE, num_bytes)

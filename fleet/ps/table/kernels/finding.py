@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""What every request starts with, as C functions: group the keys by sub-shard, find or create their rows."""
+"""The start of every request, as C functions: group the keys by sub-shard, find or create their rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ from fleet.ps.table.kernels.common import (
 )
 from fleet.ps.table.kernels.row_kernels import COUNT, CREATE, FIND_ONLY
 
-_AHEAD, SMALL_BATCH = 12, 4096
+_AHEAD = 12  # keys between the prefetch of an index line and its use
+SMALL_BATCH = 4096
 _COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
 
 
@@ -98,6 +99,7 @@ def group_keys(table, keys, n, scratch):
     """
     source, edges, heads = words(keys), words(scratch), words(scratch + 8 * HEADS)
     grouped, mixed, places = words(scratch + 8 * HASHES), words(slots_in(scratch, n)), ints(order_in(scratch, n))
+    # A counting sort, which keeps the order of input within a sub-shard: equal keys are pushed in that order.
     for s in range(64):
         heads[s] = 0
     for i in range(n):
@@ -143,7 +145,7 @@ def start_loading(address, num_bytes):
 
 @part(none(i64, i64, i64, i64))
 def start_rest(table, chunk, place, mode):
-    """Starts loading what a push needs beside a row, and a row on disk."""
+    """Starts loading a row on disk, or the statistics and rank that a push needs beside a row in memory."""
     header = words(table)
     if header[DISK_FROM] <= chunk < header[DISK_TO]:
         page = (chunk + place * header[ROW_STRIDE]) & ~4095
@@ -167,7 +169,8 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     counts_more = header[HAS_STATISTICS] != 0 or header[RANKED] != UNRANKED
     scored = mode == COUNT and (shows != 0 or clicks != 0)
     score = score_of(table, 1.0, 0.0)
-    today, missed = (header[DAY] & 0xFFFF) << 32, i64(0)
+    today = (header[DAY] & 0xFFFF) << 32
+    missed = i64(0)
     # The compiler cannot know that nothing below writes to these words; only an admission does.
     index, capacity, chunks, row_bytes = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS]), header[ROW_STRIDE]
     for i in range(min(_AHEAD, n)):
@@ -175,7 +178,8 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     for i in range(n):
         if i + _AHEAD < n:
             prefetch(index + 16 * ((place_of(wanted[i + _AHEAD]) * capacity) >> 32))
-        at, h = index + 16 * ((place_of(wanted[i]) * capacity) >> 32), wanted[i]
+        h = wanted[i]
+        at = index + 16 * ((place_of(h) * capacity) >> 32)
         meta = words(at)[1]
         while words(at)[0] != h and (meta & LOW32) != EMPTY:
             at += 16
@@ -203,6 +207,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
             slot = call_admit(header[ADMIT], table, sub, h, waiting, mode, score, nonce)
             if slot == -2:
                 return i64(1)
+            # An admission may have grown the index and the list of chunks.
             index, capacity, chunks = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS])
         found[i] = slot
     if mode <= CREATE and data != 0:

@@ -21,7 +21,7 @@ from fleet.ps.table.kernels.common import (
     words,
 )
 
-_AHEAD = 16
+_AHEAD = 16  # keys between the prefetch of an entry and its use
 PIECE = 1 << 10  # so many sums stay in the processor's first cache until they are complete
 
 
@@ -60,7 +60,7 @@ def unique_keys(keys, n, seen, bits, generation, unique, inverse):
 def find_places(keys, n, entries, bits, places):
     """Writes the place of each key, -1 where it is unknown.
 
-    ``entries`` holds 2^bits pairs of (key, place + 1), zeros where there is none.
+    ``entries`` holds 2^bits pairs of (key, place + 1); empty pairs are zeros.
     """
     source, found = words(keys), words(places)
     shift, mask = u64(64 - bits), (i64(1) << bits) - 1
@@ -157,10 +157,11 @@ def push_mean(sources, count, n, divisor, piece, update, row, places, params):
 def copy_for_others(sources, lengths, num, target):
     """Copies ``num`` arrays of float32, one behind the other, for a processor that reads them next.
 
-    They do not go through the caches, which keep what this processor needs and have nothing to fetch from each other.
+    The copies do not go through this processor's caches: its own data stay there, and the reader fetches from memory.
     """
     for i in range(num):
-        source, n, j = words(sources)[i], words(lengths)[i], i64(0)
+        source, n = words(sources)[i], words(lengths)[i]
+        # copy_line writes whole lines at multiples of 64 alone; the ends before and after go number by number.
         before = min(n, (-target % 64) // 4)
         for j in range(before):
             floats(target)[j] = floats(source)[j]
@@ -180,6 +181,7 @@ def train_rows(weight, rows, dim, places, n, gradients, rate, touched):
     Returns whether it did: not where one of them is none of the ``rows`` places.
     """
     at, step, notes = words(places), f32(rate), octets(touched)
+    # All places before the first write: a wrong one must not leave half a step in the weights.
     for i in range(n):
         if not 0 <= at[i] < rows:
             return False

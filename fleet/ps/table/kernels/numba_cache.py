@@ -1,4 +1,4 @@
-"""Loading the numba kernels: what keeps them from running here, and the cache of what was compiled."""
+"""Loading the numba kernels: the reasons why they cannot run here, and the cache of compiled functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fleet.errors import ConfigError, FleetError
 
 @functools.cache
 def numba_problem() -> str:
-    """Returns what keeps the kernels from running here and what to do about it; an empty text where they run."""
+    """Returns why the kernels cannot run here and the remedy; an empty text where they run."""
     if sys.platform == "win32" or sys.byteorder != "little" or sys.maxsize < 2**32:
         return "its kernels run on 64-bit Linux and macOS only. Run servers and workers there."
     try:
         import numba
     except Exception as error:  # numba refuses interpreters and numpy versions it does not know in several ways
-        return f"it cannot be imported ({_told(error)}). Reinstall it: pip install --force-reinstall numba."
+        return f"it cannot be imported ({_first_line(error)}). Reinstall it: pip install --force-reinstall numba."
     if not hasattr(numba, "config"):  # an emptied folder, or a numba.py of the user's
         found = getattr(numba, "__file__", None) or next(iter(getattr(numba, "__path__", [])), "another module")
         return f"{found} is imported in its place. Rename or remove that, or reinstall numba."
@@ -31,7 +31,7 @@ def numba_problem() -> str:
 
 @contextlib.contextmanager
 def naming_the_cause(user: str = "parameter-server tables") -> Iterator[None]:
-    """Raises ConfigError where numba is broken, is disabled, or fails to compile what the block compiles."""
+    """Raises ConfigError where numba is broken, is disabled, or fails to compile a function of the block."""
     if problem := numba_problem():
         raise ConfigError(f"{user} need numba: {problem}")
     try:
@@ -40,7 +40,7 @@ def naming_the_cause(user: str = "parameter-server tables") -> Iterator[None]:
         raise
     except Exception as error:  # numba and llvmlite raise errors of many kinds, and plain ones
         raise ConfigError(
-            f"{user} need numba: it failed to compile their kernels ({_told(error)}). Reinstall it, "
+            f"{user} need numba: it failed to compile their kernels ({_first_line(error)}). Reinstall it, "
             "pip install --force-reinstall numba llvmlite, or unset the NUMBA_ variables of the environment."
         ) from error
 
@@ -52,7 +52,7 @@ def load_kernels(name: str, package: str = "fleet.ps.table.kernels", user: str =
         return importlib.import_module(f"{package}.{name}")
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -73,7 +73,8 @@ def cache_works() -> bool:
 
 
 def keep_compiled(compiled: Any, function: Callable[..., Any]) -> Any:
-    """Returns ``compiled``, numba's form of ``function``, which from now on loads and saves what it compiles."""
+    """Returns ``compiled``, numba's form of ``function``, which from now on uses the cache on disk."""
+    # numba's own cache=True raises errors for files that a dead machine has left empty.
     if cache_works():
         compiled._cache = _cache_class()(function)
     return compiled
@@ -84,7 +85,7 @@ def _cache_class() -> Any:
     from numba.core.caching import FunctionCache
 
     class Cache(FunctionCache):
-        """Rewrites what cannot be read: a machine that died leaves empty files."""
+        """Rewrites unreadable files: a machine that died leaves empty ones."""
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
@@ -104,5 +105,5 @@ def _cache_class() -> Any:
 
 
 def _probe() -> int:
-    """Never called; its place is what the cache is asked for."""
+    """Never called; :func:`cache_works` asks for a cache at its place."""
     return 0

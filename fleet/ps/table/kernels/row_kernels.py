@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Row kernels: a sub-shard's index, memory for rows, initial weights, and what makes a row of a missing id.
+"""Row kernels: a sub-shard's index, memory for rows, initial weights, and the admission of missing ids.
 
 The caller holds the sub-shard's lock.
 
@@ -160,6 +160,7 @@ def place_entry(index, capacity, length, h, meta):
 def grow(sub, capacity):
     """Moves the index to ``capacity`` places or more; returns 0, or 1 without memory (the old index stays)."""
     shard = words(sub)
+    # Probing never wraps: entries of the last places run into extra ones, and where these are full it grows again.
     while True:
         length = capacity + min(512, capacity // 8 + 16)
         fresh = allocate(16 * length)
@@ -221,13 +222,15 @@ def _uniform(numbers, key, column):
 
 
 def _normal(numbers, key, column):
-    u1, u2 = uniform_of(numbers, key, column, i64(0)), uniform_of(numbers, key, column, i64(1))
+    u1 = uniform_of(numbers, key, column, i64(0))
+    u2 = uniform_of(numbers, key, column, i64(1))
     value = math.sqrt(-2.0 * math.log(1.0 - u1)) * math.cos(_TWO_PI * u2)
     return doubles(numbers)[INIT_A] + doubles(numbers)[INIT_B] * value
 
 
 def _truncated_normal(numbers, key, column):
-    draw, value = i64(0), 3.0
+    draw = i64(0)
+    value = 3.0
     while abs(value) > 2.0:
         u1, u2 = uniform_of(numbers, key, column, draw), uniform_of(numbers, key, column, draw + 1)
         value = math.sqrt(-2.0 * math.log(1.0 - u1)) * math.cos(_TWO_PI * u2)
@@ -253,7 +256,7 @@ def draw_address(kind: int) -> int:
 
 # What a find does with the ids it meets; COUNT is a push, ADD the same without the gate of create_by_score.
 FIND_ONLY, CREATE, COUNT, ADD = 0, 1, 2, 3
-_COUNT_ONE, _COUNT_MASK = 1 << 48, 0x7FFF << 48
+# Columns that no weight has: admission and creation draw random numbers of their own.
 _COLUMN_ADMISSION, _COLUMN_CREATION = -2, -3
 
 
@@ -273,6 +276,7 @@ def new_chunk(table):
     header = words(table)
     size = header[CHUNK_BYTES]
     lock_mutex(table + 8 * TABLE_LOCK)
+    # Slabs double up to LAST_SLAB: a small table takes little, a large one few allocations.
     if header[SLAB_LEFT] < size:
         num_bytes = min(max(2 * header[SLAB_BYTES], FIRST_SLAB), LAST_SLAB)
         num_bytes = max(num_bytes // size, 1) * size
@@ -359,7 +363,7 @@ def write_cold(table, address, source, num_bytes):
 
 @part(i64(i64, i64, i64, i64))
 def link_of(table, sub, slot, tier):
-    """Returns what :func:`set_link` wrote to a free slot."""
+    """Returns the link that :func:`set_link` wrote to a free slot."""
     if tier == IN_MEMORY:
         return i64(uints(row_at(table, sub, slot))[0])
     words(sub)[LINK] = 0
@@ -380,7 +384,8 @@ def set_link(table, sub, slot, tier, link):
 @part(i64(i64))
 def new_disk_chunk(table):
     """Returns the address of mapped disk space for 1024 rows; 0 if nobody has allocated it."""
-    header, chunk = words(table), i64(0)
+    header = words(table)
+    chunk = i64(0)
     lock_mutex(table + 8 * TABLE_LOCK)
     if header[DISK_LEFT] >= header[CHUNK_BYTES]:
         chunk = header[DISK_NEXT]
@@ -447,7 +452,8 @@ def any_slot(table, sub):
 @part(none(i64, i64, i64))
 def free_slot(table, sub, slot):
     """Gives the slot back."""
-    shard, tier = words(sub), i64(ON_DISK) if is_cold(table, sub, slot) else i64(IN_MEMORY)
+    shard = words(sub)
+    tier = i64(ON_DISK) if is_cold(table, sub, slot) else i64(IN_MEMORY)
     place = words(sub + 8 * TIER_WORDS * tier)
     set_link(table, sub, slot, tier, place[FREE_SLOT])
     place[FREE_SLOT] = slot + 1
@@ -549,8 +555,11 @@ def admit(table, sub, h, at, mode, score, nonce):
 
     Returns the slot, -1 for none, -2 without memory.
     """
-    header, count, needed = words(table), i64(0), i64(1)
-    pulled = header[HOLDS_BACK] != 0 and header[CREATE_ON_PULL] != 0  # without a bound its pull would have made the row
+    header = words(table)
+    count = i64(0)
+    needed = i64(1)
+    # A bounded table makes no rows in pulls: a push then creates the row that its pull would have created.
+    pulled = header[HOLDS_BACK] != 0 and header[CREATE_ON_PULL] != 0
     if at == 0 and not may_start(table, h, score if mode == COUNT and not pulled else 1.0, nonce):
         return i64(-1)
     if header[ADMISSION] == 1:

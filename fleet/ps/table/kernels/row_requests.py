@@ -87,26 +87,25 @@ def copy_out(table, sub, order, n, slots, out, hashes):
     """Writes the pulled columns of found rows; for the others zeros, or initial weights where ``hashes`` is not 0."""
     counters, width, cold = words(table)[NUM_COUNTERS], words(table)[NUM_WEIGHTS], words(table)[DISK_FROM] != 0
     for i in range(n):
-        slot, place = words(slots)[i], i64(ints(order)[i])
-        target = floats(out + 4 * place * (counters + width))
+        slot = words(slots)[i]
+        line = out + 4 * i64(ints(order)[i]) * (counters + width)
+        weights_at = line + 4 * counters
         if slot < 0:
             for j in range(counters + width):
-                target[j] = f32(0)
+                floats(line)[j] = f32(0)
             if hashes != 0:
-                draw_weights(table, words(hashes)[i], out + 4 * (place * (counters + width) + counters))
+                draw_weights(table, words(hashes)[i], weights_at)
             continue
         if counters != 0:
             if cold and is_cold(table, sub, slot & LOW32):
                 use_cold(table)
             numbers = doubles(statistics_at(table, sub, slot & LOW32))
-            target[0], target[1] = f32(numbers[0]), f32(numbers[1])
-            target = floats(out + 4 * (place * (counters + width) + counters))
+            floats(line)[0] = f32(numbers[0])
+            floats(line)[1] = f32(numbers[1])
         if cold and is_cold(table, sub, slot & LOW32):
-            read_cold(
-                table, row_at(table, sub, slot & LOW32), out + 4 * (place * (counters + width) + counters), 4 * width
-            )
+            read_cold(table, row_at(table, sub, slot & LOW32), weights_at, 4 * width)
             continue
-        source = floats(row_at(table, sub, slot & LOW32))
+        source, target = floats(row_at(table, sub, slot & LOW32)), floats(weights_at)
         for j in range(width):
             target[j] = source[j]
 
@@ -133,21 +132,9 @@ def hold(table, scratch, n, first, mode, shows, clicks, nonce, line_bytes, data,
             lock_mutex(sub)
             if status == 0:
                 status = call_find(
-                    header[FIND],
-                    table,
-                    sub,
-                    hashes + 8 * lo,
-                    order + 4 * lo,
-                    m,
-                    mode,
-                    shows,
-                    clicks,
-                    nonce,
-                    slots + 8 * lo,
-                    line_bytes,
-                    data,
-                    data_bytes,
-                )
+                    header[FIND], table, sub, hashes + 8 * lo, order + 4 * lo, m, mode, shows, clicks, nonce,
+                    slots + 8 * lo, line_bytes, data, data_bytes,
+                )  # fmt: skip
     return status
 
 
@@ -162,7 +149,9 @@ def let_go(table, scratch, n, first):
 @kernel
 def pull(table, keys, n, out, create, scratch):
     """Writes the pulled columns of each key to ``out``, zeros for a missing row."""
-    header, bounds, status, first = words(table), words(scratch), 0, 0
+    header, bounds = words(table), words(scratch)
+    status = first = 0
+    # Where rows are held back a pull shows the weights that a row would begin with, and creates none.
     creates = create != 0 and header[CREATE_ON_PULL] != 0
     mode = i64(CREATE) if creates and header[HOLDS_BACK] == 0 else i64(FIND_ONLY)
     draws = creates and header[HOLDS_BACK] != 0 and header[ADMISSION] != 1
@@ -248,19 +237,11 @@ def update_block(table, sub, block, order, n, slots, rows, gradients, shows):
         slot = words(slots)[i]
         present = slot >= 0 and (block == 0 or slot & HAS_EMBEDX != 0)
         words(rows)[i] = row_at(table, sub, slot & LOW32) if present else 0
+    scaling_shows = shows if header[SCALES_BY_SHOW] != 0 else 0
     call_update(
-        place[UPDATE],
-        rows,
-        n,
-        order,
-        gradients,
-        header[NUM_WEIGHTS],
-        shows if header[SCALES_BY_SHOW] != 0 else 0,
-        place[COLUMN],
-        place[WIDTH],
-        place[STATE],
-        place[PARAMS],
-    )
+        place[UPDATE], rows, n, order, gradients, header[NUM_WEIGHTS], scaling_shows, place[COLUMN], place[WIDTH],
+        place[STATE], place[PARAMS],
+    )  # fmt: skip
 
 
 @part(none(i64, i64, i64, i64, i64, i64, i64, i64))
@@ -284,7 +265,8 @@ def push_shard(table, scratch, n, s, gradients, shows, clicks, features):
 @kernel
 def push(table, keys, n, gradients, shows, clicks, features, nonce, scratch):
     """Applies one gradient row per key."""
-    header, status, first = words(table), 0, 0
+    header = words(table)
+    status = first = 0
     call_group(header[GROUP], table, keys, n, scratch)
     line_bytes, data_bytes = min(header[ROW_BYTES], LINE_BYTES), 4 * header[NUM_WEIGHTS]
     while first < 64 and status == 0:
@@ -322,7 +304,8 @@ def add_shard(table, scratch, n, s, deltas):
 @kernel
 def add(table, keys, n, deltas, nonce, scratch):
     """Adds one row of deltas per key to the weights."""
-    header, status, first = words(table), 0, 0
+    header = words(table)
+    status = first = 0
     call_group(header[GROUP], table, keys, n, scratch)
     data_bytes = 4 * header[NUM_WEIGHTS]
     while first < 64 and status == 0:

@@ -44,7 +44,6 @@ EPSILON_FIRST, SPAN = 11, 12  # SPAN: from one array of a row's state to the nex
 CORRECTED_STEPS = 16384
 
 _SIGNATURE = none(*UPDATE_ARGUMENTS)
-_PLAIN: dict[str, Any] = {}
 # Sums over a row may be added in any order, or they would not be vectorised.
 _SUMMING: dict[str, Any] = {"fastmath": {"reassoc", "nsz"}}
 
@@ -76,7 +75,7 @@ def clamped(value, lower, upper):
 
 @small_part
 def show_of(shows, place, params):
-    """Returns what a gradient is divided by: its shows, or 1 where there are none or scaling is off."""
+    """Returns the divisor of a gradient: its shows, or 1 without shows or where scaling is off."""
     if shows == 0 or doubles(params)[SHOW_SCALE] == 0.0:
         return f32(1)
     show = floats(shows)[place]
@@ -242,6 +241,7 @@ def _adam(rows, n, order, gradients, stride, shows, column, width, state, params
             span, start = (width, i64(0)) if p[SPAN] == 0.0 else (i64(p[SPAN]), column)
             w, m, v = floats(row + 4 * column), floats(row + 4 * state), floats(row + 4 * (state + span))
             g = floats(gradients + 4 * (i64(ints(order)[i]) * stride + column))
+            # Of a row that is updated piece by piece, the first piece counts the step.
             if start == 0:
                 v[span] += f32(1)
             step = v[span - start]
@@ -272,7 +272,8 @@ def _shared_adam(rows, n, order, gradients, stride, shows, column, width, state,
                 sum_m += m
                 sum_v += v
                 w[j] = clamped(w[j] - rate * m / (math.sqrt(v) * root + floor), lower, upper)
-            s[0], s[1] = sum_m / f32(width), sum_v / f32(width)
+            s[0] = sum_m / f32(width)
+            s[1] = sum_v / f32(width)
 
 
 def _sum(rows, n, order, gradients, stride, shows, column, width, state, params):
@@ -284,28 +285,20 @@ def _sum(rows, n, order, gradients, stride, shows, column, width, state, params)
                 w[j] += g[j]
 
 
-_FUNCTIONS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "sgd": (_sgd, _PLAIN),
-    "momentum": (_momentum, _PLAIN),
-    "adagrad": (_adagrad, _PLAIN),
-    "rowwise_adagrad": (_rowwise_adagrad, _SUMMING),
-    "shared_adagrad": (_shared_adagrad, _SUMMING),
-    "std_adagrad": (_std_adagrad, _PLAIN),
-    "adagrad_v2": (_adagrad_v2, _SUMMING),
-    "adam": (_adam, _PLAIN),
-    "shared_adam": (_shared_adam, _SUMMING),
-    "sum": (_sum, _PLAIN),
-}
+# By the name of the rule, which is the name of its function.
+_PLAIN_RULES = (_sgd, _momentum, _adagrad, _std_adagrad, _adam, _sum)
+_SUMMING_RULES = (_rowwise_adagrad, _shared_adagrad, _adagrad_v2, _shared_adam)
+_FUNCTIONS = {function.__name__.removeprefix("_"): function for function in (*_PLAIN_RULES, *_SUMMING_RULES)}
 
 
 @functools.cache
 def _compiled(name: str) -> Any:
-    function, options = _FUNCTIONS[name]
-    return c_function(_SIGNATURE, **options)(function)
+    function = _FUNCTIONS[name]
+    return c_function(_SIGNATURE, **(_SUMMING if function in _SUMMING_RULES else {}))(function)
 
 
 def update_function(name: str) -> Callable[..., None]:
-    """Returns the rule's compiled function as one that Python can call, with ten integers."""
+    """Returns the rule's compiled function in a form that Python can call, with ten integers."""
     return cast(Callable[..., None], _compiled(name).ctypes)
 
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The kernel of :mod:`fleet.ps.wire.body_digest`."""
+"""The kernel of :mod:`fleet.ps.wire.sealed`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LANES = 512
 
 @kernel
 def add_lanes(data, count, first, key, sums):
-    """Adds ``count`` lanes of 8 bytes, the first of which is number ``first`` of its body, to the sums of their blocks.
+    """Adds ``count`` lanes of 8 bytes, from lane ``first`` of a body on, to the sums of their blocks.
 
-    Block b has the sums 2b and 2b + 1, which its first lane sets; the key of the second is that of the first, one
-    lane on.
+    Block b has the sums 2b and 2b + 1, which its first lane sets; the second sum uses the key of the first, shifted by
+    one lane.
     """
     lanes, keys, totals = words(data), words(key), words(sums)
     done = i64(0)
@@ -28,5 +28,6 @@ def add_lanes(data, count, first, key, sums):
         if at > 0:
             one += u64(totals[2 * block])
             two += u64(totals[2 * block + 1])
-        totals[2 * block], totals[2 * block + 1] = i64(one), i64(two)
+        totals[2 * block] = i64(one)
+        totals[2 * block + 1] = i64(two)
         done += size

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Walk kernels: open and close a table, copy, insert, shrink and settle its rows.
+"""Walk kernels: open and close a table, copy, insert, shrink and settle its rows; list, delete and cool them by rank.
 
 A window is an interval of places in one sub-shard. Entries keep to their interval whatever is inserted, erased or
 moved by growth between two windows, so a walk meets every row that exists throughout exactly once.
@@ -12,6 +12,7 @@ from fleet.ps.table.kernels.common import (
     CHUNK_ROWS,
     CHUNKS,
     DAY,
+    DISK_LEFT,
     EMPTY,
     FIND,
     GROUP,
@@ -28,6 +29,7 @@ from fleet.ps.table.kernels.common import (
     NUM_SLABS,
     ON_DISK,
     PENDING,
+    PENDING_COUNT,
     RANKED,
     ROW_BYTES,
     SLAB_AT,
@@ -64,7 +66,12 @@ from fleet.ps.table.kernels.common import (
     unmix,
     words,
 )
-from fleet.ps.table.kernels.finding import HASHES, order_in, score_of, slots_in
+from fleet.ps.table.kernels.finding import (
+    HASHES,
+    order_in,
+    score_of,
+    slots_in,
+)
 from fleet.ps.table.kernels.row_kernels import (
     FIND_ONLY,
     any_slot,
@@ -73,6 +80,8 @@ from fleet.ps.table.kernels.row_kernels import (
     grow,
     insert_entry,
     is_cold,
+    move_row,
+    new_slot,
     rank_at,
     row_at,
     set_link,
@@ -125,8 +134,10 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics, rank
     """
     header = words(table)
     sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
-    size, n = header[ROW_BYTES], i64(0)
+    size = header[ROW_BYTES]
+    n = i64(0)
     lock_mutex(sub)
+    # Entries lie at their place or behind it: past the last place the walk goes on to the end of the run.
     at, end = home_of(sub, first), home_of(sub, last - 1)
     while True:
         h, meta = words(at)[0], words(at)[1]
@@ -137,7 +148,8 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics, rank
             if n == room:
                 n = i64(-1)
                 break
-            words(keys)[n], words(metas)[n] = unmix(h), meta
+            words(keys)[n] = unmix(h)
+            words(metas)[n] = meta
             slot = meta & LOW32
             if slot & PENDING == 0:
                 if is_cold(table, sub, slot):
@@ -163,6 +175,7 @@ def copy_rows(table, s, first, last, room, keys, metas, values, statistics, rank
 def insert_row(table, sub, h, meta, values, statistics, rank):
     """Puts one row in, over the one of the same key; returns 1 without memory."""
     header = words(table)
+    # Erased and put in anew: the old row may be in the other tier, or wait for admission without a row.
     at = find(sub, h)
     if at != 0:
         erase_row(table, sub, at)
@@ -188,19 +201,14 @@ def insert_rows(table, n, keys, metas, values, statistics, ranks, scratch):
     call_group(header[GROUP], table, keys, n, scratch)
     bounds, hashes, order = words(scratch), scratch + 8 * HASHES, order_in(scratch, n)
     for s in range(64):
-        sub, status = header[SUB_SHARDS] + 8 * SUB_WORDS * s, 0
+        sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+        status = 0
         lock_mutex(sub)
         for i in range(bounds[s], bounds[s + 1]):
             place = i64(ints(order)[i])
-            status |= insert_row(
-                table,
-                sub,
-                words(hashes)[i],
-                words(metas)[place],
-                values + place * header[ROW_BYTES],
-                statistics + place * STATISTICS_BYTES,
-                words(ranks)[place] if header[RANKED] != UNRANKED else i64(0),
-            )
+            rank = words(ranks)[place] if header[RANKED] != UNRANKED else i64(0)
+            row_values, row_statistics = values + place * header[ROW_BYTES], statistics + place * STATISTICS_BYTES
+            status |= insert_row(table, sub, words(hashes)[i], words(metas)[place], row_values, row_statistics, rank)
         unlock_mutex(sub)
         if status != 0:
             return i64(1)
@@ -210,8 +218,10 @@ def insert_rows(table, n, keys, metas, values, statistics, ranks, scratch):
 @part(boolean(i64, i64, i64, f64, f64, f64))
 def is_doomed(table, sub, at, least, max_unseen_days, decay):
     """Decays a row's statistics and returns whether the shrink deletes it."""
-    header, meta = words(table), words(at)[1]
-    slot, level = meta & LOW32, least
+    header = words(table)
+    meta = words(at)[1]
+    slot = meta & LOW32
+    level = least
     if slot & PENDING == 0:
         level = f64((meta >> 48) & 0x7FFF)
         if header[HAS_STATISTICS] != 0:
@@ -246,7 +256,7 @@ def shrink_rows(table, s, first, last, least, max_unseen_days, decay, room, keys
             words(keys)[erased] = unmix(words(at)[0])
             erase_row(table, sub, at)
             erased += 1
-            continue
+            continue  # a later entry of the run has moved to this address
         at += 16
     unlock_mutex(sub)
     return erased
@@ -285,6 +295,92 @@ def age_rows(table, s):
     unlock_mutex(sub)
 
 
+# -- bounded tables ----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def list_ranks(table, s, waiting, room, keys, ranks):
+    """Writes keys and ranks of the rows of sub-shard ``s``; returns how many, or -1 if ``room`` is too small.
+
+    ``waiting`` 1 lists the ids that wait for admission, with their counts; 2 lists the rows in memory alone.
+    """
+    header = words(table)
+    sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+    n = i64(0)
+    lock_mutex(sub)
+    index = words(sub)[INDEX]
+    for i in range(words(sub)[LENGTH]):
+        h = words(index + 16 * i)[0]
+        low = words(index + 16 * i)[1] & LOW32
+        if low != EMPTY and (low & PENDING != 0) == (waiting == 1):
+            cold = waiting != 1 and is_cold(table, sub, low)
+            if cold and waiting == 2:
+                continue
+            if cold:
+                use_cold(table)
+            if n == room:
+                n = i64(-1)
+                break
+            words(keys)[n] = unmix(h)
+            if waiting == 1:
+                words(ranks)[n] = low & PENDING_COUNT
+            else:
+                words(ranks)[n] = words(rank_at(table, sub, low))[0]
+            n += 1
+    unlock_mutex(sub)
+    return n
+
+
+@kernel
+def erase_keys(table, keys, n, scratch):
+    """Deletes the rows of ``keys``, and the entries of keys that wait for admission; returns how many there were."""
+    header = words(table)
+    call_group(header[GROUP], table, keys, n, scratch)
+    bounds, hashes = words(scratch), words(scratch + 8 * HASHES)
+    erased = 0
+    for s in range(64):
+        if bounds[s] != bounds[s + 1]:
+            sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+            lock_mutex(sub)
+            for i in range(bounds[s], bounds[s + 1]):
+                at = find(sub, hashes[i])
+                if at != 0:
+                    erase_row(table, sub, at)
+                    erased += 1
+            unlock_mutex(sub)
+    return erased
+
+
+@kernel
+def cool_keys(table, keys, n, scratch):
+    """Moves the rows of ``keys`` from memory to disk, as far as that has room; returns how many moved."""
+    header = words(table)
+    call_group(header[GROUP], table, keys, n, scratch)
+    bounds, hashes = words(scratch), words(scratch + 8 * HASHES)
+    moved = 0
+    for s in range(64):
+        if bounds[s] != bounds[s + 1]:
+            sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
+            lock_mutex(sub)
+            for i in range(bounds[s], bounds[s + 1]):
+                at = find(sub, hashes[i])
+                if at != 0 and words(at)[1] & PENDING == 0 and not is_cold(table, sub, words(at)[1] & LOW32):
+                    slot = new_slot(table, sub, i64(ON_DISK))
+                    if slot >= 0:
+                        move_row(table, sub, at, slot)
+                        moved += 1
+            unlock_mutex(sub)
+    return moved
+
+
+@kernel
+def add_space(table, num_bytes):
+    """Notes that so many more bytes of the mapping are allocated."""
+    lock_mutex(table + 8 * TABLE_LOCK)
+    words(table)[DISK_LEFT] += num_bytes
+    unlock_mutex(table + 8 * TABLE_LOCK)
+
+
 # -- a table's memory --------------------------------------------------------------------------------------------------
 
 
@@ -310,16 +406,13 @@ def close_table(table):
     header = words(table)
     for s in range(64):
         shard = words(header[SUB_SHARDS] + 8 * SUB_WORDS * s)
-        if shard[INDEX] != 0:
-            release(shard[INDEX])
-        if shard[CHUNKS] != 0:
-            release(shard[CHUNKS])
+        release(shard[INDEX])
+        release(shard[CHUNKS])
         for i in range(INDEX, SUB_WORDS):
             shard[i] = 0
     for i in range(header[NUM_SLABS]):
         release(words(header[SLABS])[i])
-    if header[SLABS] != 0:
-        release(header[SLABS])
+    release(header[SLABS])
     header[SLAB_AT], header[SLAB_LEFT], header[SLAB_BYTES] = 0, 0, 0
     header[NUM_SLABS], header[SLABS], header[SLABS_ROOM] = 0, 0, 0
 
@@ -336,6 +429,7 @@ def clear_table(table):
         shard[NUM_ENTRIES], shard[NUM_ROWS], shard[HOT_ROWS] = 0, 0, 0
         for i in range(2 * TIER_WORDS):
             shard[NEXT_SLOT + i] = 0
+        # Backwards: each goes to the head of the list of spare chunks, so the first chunk is used first again.
         for chunk in range(shard[NUM_CHUNKS] - 1, -1, -1):
             first = chunk * CHUNK_ROWS
             tier = i64(ON_DISK) if is_cold(table, sub, first) else i64(IN_MEMORY)

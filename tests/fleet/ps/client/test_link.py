@@ -9,6 +9,8 @@ from contextlib import suppress
 import pytest
 
 from fleet.errors import PSError
+from fleet.ps.client.link import Request
+from fleet.ps.wire.messages import MessageFlag, Op
 from fleet.ps.wire.transport import SocketTransport
 from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import SPARSE, gradient, rows, serving, until
@@ -74,7 +76,7 @@ def test_ctrl_c_in_the_middle_of_a_message_does_not_spoil_the_next():
 
 def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
     """A server that is stopped: not the limit of an answer and then the deadline, one after the other."""
-    monkeypatch.setattr("fleet.ps.client.link._LEAST_LIMIT_S", 0.1)
+    monkeypatch.setattr("fleet.ps.client.connector._LEAST_LIMIT_S", 0.1)
     with serving() as service:
         client = service.client(deadline_s=0.2, answer_timeout_s=3600.0)
         service.transport.faults.append(Fault("server", service.transport.sent["server"] + 1, "drop"))
@@ -119,3 +121,21 @@ def test_a_worker_that_said_goodbye_is_not_taken_back_while_another_server_is_aw
         time.sleep(1.5)  # the lease thread wakes eight times a second
         assert worker.state == "gone"
         client.close()
+
+
+def test_the_body_is_all_of_its_buffers() -> None:
+    assert Request(Op.PUSH, [b"ab", memoryview(b"cde")]).body_bytes == 5
+    assert Request(Op.PING).body_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "flags", "asks"),
+    [
+        (Op.PULL, MessageFlag.NONE, True),
+        (Op.WATCH, MessageFlag.NONE, True),
+        (Op.PUSH, MessageFlag.VALUES, True),
+        (Op.PUSH, MessageFlag.NONE, False),
+    ],
+)
+def test_answers_with_rows_may_be_large(op: Op, flags: int, asks: bool) -> None:
+    assert Request(op, flags=flags).asks_rows == asks

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fleet.common.plain_files import replacing
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps import (
     Accessor,
@@ -28,7 +29,8 @@ from fleet.ps import (
     save_table,
     servers_of_keys,
 )
-from fleet.ps.files.table_files import check_save_mode, temporary_file
+from fleet.ps.files.manifest import read_parts
+from fleet.ps.files.table_files import check_save_mode
 from fleet.ps.table.partition import range_bounds
 from tests.fleet.ps._tables import rows_of
 from tests.fleet.ps.reference_store import table_of
@@ -113,6 +115,7 @@ def _push(table: SparseTable, key: int, show: float) -> None:
 
 def _saved_keys(folder: Path, table: SparseTable) -> list[int]:
     copy = SparseTable(table.config)
+    copy.chain.begin(read_parts(folder / "t")[0].continues)
     load_table(copy, folder)
     return sorted(copy.keys().tolist())
 
@@ -212,12 +215,14 @@ def test_cut_and_lost_files(tmp_path: Path) -> None:
             load_table(table, tmp_path)
     outer = json.loads(text)
     body = json.loads(outer["part"])
-    body["extents"][0]["rows"] += 1
-    outer["part"] = json.dumps(body)
-    outer["crc32"] = zlib.crc32(outer["part"].encode())
-    manifest.write_text(json.dumps(outer))
-    with pytest.raises(CheckpointError, match="the manifest says"):
-        load_table(table, tmp_path)
+    extents = body["extents"]
+    more_rows = [{**extents[0], "rows": extents[0]["rows"] + 1}, *extents[1:]]
+    for forged, rule in ((more_rows, "the manifest says"), (extents * 2, "its extents do not fit its size")):
+        outer["part"] = json.dumps({**body, "extents": forged})
+        outer["crc32"] = zlib.crc32(outer["part"].encode())
+        manifest.write_text(json.dumps(outer))
+        with pytest.raises(CheckpointError, match=rule):
+            load_table(table, tmp_path)
     manifest.unlink()
     with pytest.raises(CheckpointError, match="no saved table here"):
         load_table(table, tmp_path)
@@ -373,7 +378,7 @@ def test_a_dense_save_of_parameters_of_other_shapes_is_refused(num_servers: int,
 
 def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path):
     """PS design 3: a full disk refuses the end of the buffer once more when the file is closed."""
-    with pytest.raises(OSError), open(os.devnull, "rb") as unwritable, temporary_file(tmp_path / "x.rows") as file:  # noqa: PT011, PT012
+    with pytest.raises(OSError), open(os.devnull, "rb") as unwritable, replacing(tmp_path / "x.rows") as file:  # noqa: PT011, PT012
         file.write(b"rows")
         os.dup2(unwritable.fileno(), file.fileno())
         file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def test_a_publisher_that_died_anywhere_leaves_a_complete_state(
     sink.write(delta(0, 3, [5, 6], whole=True))
     before = rows_in(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(FolderSink, "_replace", lambda self, manifest: (_ for _ in ()).throw(OSError("killed")))
+        broken.setattr(
+            "fleet.ps.publishing.folder_sink.replace_file", lambda *_: (_ for _ in ()).throw(OSError("killed"))
+        )
         with pytest.raises(OSError, match="killed"):
             sink.write(delta(3, 4, [5, 7]))
     assert rows_in(tmp_path) == before
@@ -136,3 +139,26 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
             service.restart(round_ % 2)
     finally:
         service.close()
+
+
+def test_links_in_the_folder_are_not_followed(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "rows"
+    precious.write_text("precious")
+    folder.mkdir()
+    sink = FolderSink(folder, "shop", "float32")
+    for name in (f".{MANIFEST}.tmp", ".lock"):
+        (folder / name).symlink_to(precious)
+    with pytest.raises(OSError, match="a symbolic link"):
+        sink.write(delta(0, 1, [1, 2], whole=True))
+    (folder / ".lock").unlink()
+    sink.write(delta(0, 1, [1, 2], whole=True))
+    assert set(rows_in(folder)["ads"]) == {1, 2}
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_that_another_user_has_prepared_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(ConfigError, match="the folder belongs to user 65534, and this process is user 0"):
+        FolderSink(tmp_path, "shop", "float32").write(delta(0, 1, [1], whole=True))
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleet.errors import ConfigError, PSError
+from fleet.errors import ConfigError, FleetError, PSError
 from fleet.ps.client.shards import Gradient
 from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.publication import Publication
@@ -439,6 +440,20 @@ def test_a_sink_that_is_away_holds_nobody_and_is_named(tmp_path: Path) -> None:
         publisher.stop()
         assert any("takes rows again after" in line for line in service.lines)
         assert sink.rows == service.served()
+
+
+def test_a_publisher_whose_thread_has_ended_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not look like one that has published everything."""
+    monkeypatch.setattr(Publisher, "_note_failure", lambda self, error: sys.exit(3))
+    sink = MemorySink()
+    with publishing(sink, tmp_path) as service:
+        service.push(service.client(), 1)
+        sink.away = True
+        publisher = service.publishers[0]
+        publisher._thread.start()
+        with pytest.raises(FleetError, match="'publisher' has ended.*SystemExit: 3"):
+            publisher.finish()
+        assert any("'publisher' has ended" in line for line in service.lines)
 
 
 def test_a_sink_that_can_never_take_the_rows_ends_the_server(tmp_path: Path) -> None:

@@ -157,6 +157,15 @@ def test_rows_of_another_form_and_names_that_could_be_mistaken_are_refused(redis
     for server in (0, 1):  # at the start of a job, before there is a delta
         with pytest.raises(ConfigError, match=r"rows as float32, and these are int8.*fleet:shop:\*"):
             sink_of(redis.url, "shop", "int8").position(server)
+    client = redis.client()
+    client.hset("fleet:shop:a[d]s", "dim", "9" * 5000)
+    with pytest.raises(ConfigError, match=r"float32 rows of dim 9{20}, these are float32 rows of dim 3"):
+        sink_of(redis.url, "shop", "float32").write(delta(4, 6, {1: 1.0}))
+    for text in ("[" * 100_000, "{}", "7"):
+        client.hset("fleet:shop:position", "1", text)
+        with pytest.raises(ConfigError, match=r"as the position of a server .*no publisher writes.*fleet:shop:\*"):
+            sink_of(redis.url, "shop", "float32").position(1)
+    client.close()
     table = RowsDelta("position", np.empty(0, np.int64), np.empty((0, 3), np.float32), np.empty(0, np.int64))
     with pytest.raises(ConfigError, match="'position' cannot be published to Redis"):
         sink_of(redis.url, "shop", "float32").write(Delta("shop", 0, 1, "00000001-a", 4, 5, 0, 0.0, False, (table,)))

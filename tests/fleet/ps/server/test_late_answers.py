@@ -14,7 +14,7 @@ import pytest
 from fleet.errors import PSError
 from fleet.ps.client import link as links
 from fleet.ps.client.client import Client
-from fleet.ps.client.request import Request
+from fleet.ps.client.link import Request
 from fleet.ps.server import answers
 from fleet.ps.server.answers import Answers
 from fleet.ps.server.job_state import JobState

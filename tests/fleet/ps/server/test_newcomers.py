@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleet._addresses import split_endpoint
+from fleet.common.addresses import split_endpoint
 from fleet.ps.server.newcomers import INTERVAL_S, MAX_ADDRESSES, Complaints, Newcomers, host_of
 from fleet.ps.server.server import MAX_UNPROVEN
 from fleet.ps.wire.transport import SocketTransport

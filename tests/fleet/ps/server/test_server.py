@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fleet.errors import ConfigError, PSError
-from fleet.ps.client.client import NothingLoaded
+from fleet.errors import ConfigError, FleetError, PSError
+from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.client_config import ClientConfig
-from fleet.ps.client.link import Link
-from fleet.ps.client.request import Request
+from fleet.ps.client.link import Link, Request
 from fleet.ps.server.job_state import Channel, Fenced, JobState, Refused
-from fleet.ps.server.journal import Journal
+from fleet.ps.server.journal import Journal, Record, RecordKind
+from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
 from fleet.ps.server.server_state import MAX_AHEAD, ServerState
 from fleet.ps.server.snapshot import write_snapshot
@@ -53,6 +53,45 @@ def test_wrong_values_of_a_server_are_named(fields, word):
 def test_wrong_values_of_a_client_are_named(fields, word):
     with pytest.raises(ConfigError, match=word):
         ClientConfig(**{"endpoints": ["a:1"], **fields})
+
+
+def break_thread(*_):
+    """Ends the thread that runs it, as no error that it expects does."""
+    raise RecursionError("too deep")
+
+
+@pytest.mark.parametrize("name", ["_accept", "_watch", "_keep"])
+def test_a_server_whose_thread_has_ended_raises(monkeypatch, name):
+    monkeypatch.setattr(Server, name, break_thread)
+    with serving() as service, pytest.raises(FleetError, match="parameter server 0 break_thread' has ended.*too deep"):
+        service.servers[0].wait(60.0)
+
+
+def test_a_worker_whose_lease_is_renewed_no_more_raises(monkeypatch):
+    with serving(num_workers=2) as service:
+        whole = service.client(1, heartbeat=True)
+        ready = threading.Event()
+        monkeypatch.setattr(Client, "_beat", lambda *_: break_thread(ready.wait(60)))
+        client = service.client(heartbeat=True)
+        assert rows(client, [1]).shape == (1, 2)
+        ready.set()
+        client._heart.join(60)
+        with pytest.raises(FleetError, match="'lease' has ended.*too deep"):
+            rows(client, [1])
+        assert rows(whole, [1]).shape == (1, 2)
+
+
+def test_a_journal_that_is_synced_no_more_takes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(Journal, "_sync_once", break_thread)
+    journal = Journal(tmp_path, 2)
+    journal.open()
+    record = Record(RecordKind.PUSH, 0, 0, 1, 7, 3, 2, 1, b"x")
+    journal.append(record)
+    journal._syncer.join(60)
+    with pytest.raises(FleetError, match="'journal sync' has ended.*too deep"):
+        journal.append(record)
+    assert journal.last_lsn == 1
+    journal.close()
 
 
 def test_the_level_follows_the_folder(tmp_path):
@@ -296,7 +335,7 @@ def test_a_settling_that_fails_is_tried_again(monkeypatch):
     real, failures = ServerState.settle, []
 
     def settle(self):
-        if threading.current_thread().name.endswith("_watch") and len(failures) < 2:
+        if threading.current_thread().name.endswith(" watch") and len(failures) < 2:
             failures.append(1)
             raise PSError("no room")
         real(self)

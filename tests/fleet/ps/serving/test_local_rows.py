@@ -1,11 +1,27 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis.extra import numpy as arrays
 
-from fleet.errors import ConfigError
-from fleet.ps.serving.local_rows import LocalState, TableShare, check_table
-from fleet.ps.serving.mapped_rows import MappedRows
+from fleet.errors import CheckpointError, ConfigError
+from fleet.ps.publishing.delta import decode, encode
+from fleet.ps.serving.local_rows import (
+    GONE,
+    MISSING,
+    LocalState,
+    MappedRows,
+    RowIndex,
+    TableShare,
+    check_table,
+    map_file,
+    merged,
+)
+from fleet.ps.table.hash import mix
 
 NONE = np.empty(0, np.int64)
 
@@ -55,3 +71,62 @@ def test_a_table_that_is_not_there() -> None:
         check_table("a reader", "add", {"ads": 1})
     with pytest.raises(ConfigError, match="no such table"):
         check_table("a reader", 7, {})
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
+def test_rows_at_any_address(tmp_path: Path, encoding: str) -> None:
+    values = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+    stored, scales = encode(values, encoding)
+    (tmp_path / "rows").write_bytes(b"\1\2\3" + stored.tobytes())
+    octets = map_file(tmp_path / "rows")
+    (tmp_path / "rows").unlink()
+    mapped = MappedRows(octets, 5, encoding, scales)
+    chosen = np.array([19, 0, 7, 7])
+    rows = mapped.rows(3 + chosen * 5 * stored.itemsize)
+    assert rows.dtype == np.float32
+    assert np.array_equal(rows, decode(stored, scales)[chosen])
+    assert mapped.rows(np.empty(0, np.int64)).shape == (0, 5)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert len(map_file(tmp_path / "empty")) == 0
+    assert MappedRows(map_file(tmp_path / "empty"), 4).rows(np.empty(0, np.int64)).shape == (0, 4)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        map_file(tmp_path / "link")
+    with pytest.raises(CheckpointError, match="No such file"):
+        map_file(tmp_path / "absent")
+
+
+KEYS = arrays.arrays(np.int64, st.integers(0, 60), elements=st.integers(-9, 9) | st.integers(-(2**63), 2**63 - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(KEYS, KEYS)
+def test_finds_what_a_dictionary_finds(keys: np.ndarray, asked: np.ndarray) -> None:
+    known = {key: place for place, key in reversed(list(enumerate(keys.tolist())))}
+    index = RowIndex(keys, np.arange(len(keys)))
+    for ids in (asked, keys):
+        assert index.find(ids, mix(ids)).tolist() == [known.get(key, MISSING) for key in ids.tolist()]
+    assert len(index) == len(known)
+
+
+@settings(max_examples=40, deadline=None)
+@given(KEYS, KEYS)
+def test_the_newer_place_counts(newer: np.ndarray, older: np.ndarray) -> None:
+    both = merged(RowIndex(newer, np.full(len(newer), GONE)), RowIndex(older, np.arange(len(older))))
+    ids = np.concatenate([newer, older])
+    places = both.find(ids, mix(ids))
+    assert (places[: len(newer)] == GONE).all()
+    first = RowIndex(older, np.arange(len(older))).find(older, mix(older))
+    kept = ~np.isin(older, newer)
+    assert places[len(newer) :][kept].tolist() == first[kept].tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2, 1000, 100_000])
+def test_buckets_hold_about_one_id(n: int) -> None:
+    keys = np.arange(n) * 2**20
+    index = RowIndex(keys, keys)
+    assert np.array_equal(index.find(keys, mix(keys)), keys)
+    assert np.diff(index._starts.astype(np.int64)).max() <= 16

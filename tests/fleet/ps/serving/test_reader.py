@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 import logging
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet.errors import CheckpointError, ConfigError
+from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.ps import Reader, Rule, SparseEmbedding, SparseTableConfig, save_table
 from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
 from fleet.ps.publishing.redis_sink import RedisSink
@@ -151,6 +154,45 @@ def test_follow_says_once_what_it_cannot_read_and_goes_on(
     for every_s in (0, -1, True, "1", float("nan"), float("inf")):
         with Reader(tmp_path / "rows") as reader, pytest.raises(ConfigError, match="a number of seconds above 0"):
             reader.follow(every_s)  # type: ignore[arg-type]
+
+
+def test_follow_outlives_a_header_that_is_nested_deeply(
+    tmp_path: Path, chain: Chain, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once such a file ended the thread: the rows never became newer, and nobody was told."""
+    manifest = tmp_path / "rows" / MANIFEST
+    with Reader(tmp_path / "rows").follow(0.01) as reader:
+        chain.write()
+        _wait(lambda: reader.position[0].watermark == 10 * chain.step)
+        content = json.loads(manifest.read_text())
+        entry = content["servers"]["0"]["deltas"][-1]
+        nested = struct.pack("<Q", 200_000) + b"[" * 200_000
+        (tmp_path / "rows" / "nested").write_bytes(nested)
+        entry.update(file="nested", bytes=len(nested), crc32=zlib.crc32(nested))
+        good = manifest.read_bytes()
+        manifest.write_text(json.dumps({**content, "servers": {"0": {**content["servers"]["0"], "deltas": [entry]}}}))
+        _wait(lambda: "no complete safetensors file" in caplog.text)
+        manifest.write_bytes(good)
+        chain.write()
+        _wait(lambda: reader.position[0].watermark == 10 * chain.step)
+        chain.check(*reader.lookup("ads", IDS, found=True))
+
+
+def test_a_thread_that_follows_no_more_is_said_and_lookups_raise(
+    tmp_path: Path, chain: Chain, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reader(tmp_path / "rows") as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(reader._files, "refresh", lambda: sys.exit(3))
+            reader.follow(0.01)
+            _wait(lambda: "The thread 'fleet-reader' has ended" in caplog.text)
+            for call in (lambda: reader.lookup("ads", IDS), reader.refresh, lambda: reader.position):
+                with pytest.raises(FleetError, match="'fleet-reader' has ended, and nothing does its work any more"):
+                    call()
+        reader.follow(0.01)
+        chain.write()
+        _wait(lambda: reader.position[0].watermark == 10 * chain.step)
+        chain.check(*reader.lookup("ads", IDS, found=True))
 
 
 @pytest.mark.parametrize("combiner", ["none", "sum", "mean"])

@@ -92,7 +92,13 @@ def test_what_no_publisher_wrote(redis: RedisServer) -> None:
         rows.lookup("ads", np.array([7]))
     with pytest.raises(PSError, match="describes no table"):
         rows.lookup("users", np.array([7]))
-    for text in ("{", "[]", "{}"):
+    for dim in ("1000000000000", "9" * 5000, "65537", "0", "-1"):
+        client.hset("fleet:shop:books", mapping={"dim": dim, "values": "float32"})
+        with pytest.raises(PSError, match="books describes no table.*A table has 1 to 65536 columns"):
+            rows.lookup("books", np.array([7]))
+        assert rows.dims == {"ads": 2}
+    large = [f'{{"history": "a", "watermark": {text}}}' for text in ("9" * 4000, "true", f'1, "num_servers": {10**12}')]
+    for text in ("{", "[]", "{}", "[" * 100_000, *large):
         client.hset("fleet:shop:position", "0", text)
         for ask in (lambda: rows.positions, lambda: RedisRows(redis.url, "shop")):
             with pytest.raises(PSError, match="position is not what a publisher writes"):

@@ -22,7 +22,9 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (folder / "epoch.json").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"epoch": 1}', '{"epoch": null, "leads": true}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"epoch": 1}', '{"epoch": null, "leads": true}', '{"epoch": Infinity}', "[" * 200_000]
+)
 def test_damage_is_refused(tmp_path: Path, text: str) -> None:
     """A guess could make two servers lead."""
     (tmp_path / "epoch.json").write_text(text)

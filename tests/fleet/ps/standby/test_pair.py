@@ -285,7 +285,7 @@ def test_a_server_that_was_replaced_steps_down(tmp_path: Path, monkeypatch: pyte
         pair.transport._listeners[FIRST] = listener
         stranger = Fences()  # of a worker process that was started again
         link = client._links[0]
-        link.endpoint, link._connection = FIRST, None
+        link._connector.endpoint, link._connection = FIRST, None
         object.__setattr__(link._config, "fences", stranger)
         with pytest.raises(PSError, match="does not serve"):
             link._connect()

@@ -62,7 +62,7 @@ def test_a_table_on_disk_is_the_table_in_memory(tmp_path, given):
         np.testing.assert_array_equal(*pulled)
         assert tables[0].memory_bytes <= cold.bounds.memory_bytes
         assert tables[0].num_rows == tables[1].num_rows
-    store = tables[0]._store
+    store = tables[0]._memory
     hot = int(store._shards[:, 24].sum())
     assert 0 < hot < 0.9 * tables[0].num_rows  # or this test shows nothing
     assert rows_of(tables[0], 4000) == rows_of(tables[1], 4000)

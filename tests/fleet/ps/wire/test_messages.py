@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.ps.wire.bfloat16 import from_bfloat16, to_bfloat16
 from fleet.ps.wire.messages import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -27,6 +26,7 @@ from fleet.ps.wire.messages import (
     encode_header,
     encode_parts,
 )
+from fleet.ps.wire.row_form import from_bfloat16, to_bfloat16
 
 U64 = st.integers(0, 2**64 - 1)
 

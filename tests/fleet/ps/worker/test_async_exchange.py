@@ -17,7 +17,7 @@ from fleet.errors import ConfigError
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.wire.messages import Op
-from fleet.ps.worker.exchange_modes import AsyncExchange
+from fleet.ps.worker.async_exchange import AsyncExchange
 from fleet.ps.worker.row_replicas import OLD_S, RowReplicas
 from tests.fleet.ps.local_transport import Fault
 from tests.fleet.ps.service import SPARSE, gradient, replica, rows, serving

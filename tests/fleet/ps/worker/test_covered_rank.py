@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.dataset._stream import StreamDataset
+from fleet.dataset.stream import StreamDataset
 from fleet.errors import PSError
 from fleet.ps.worker.covered_rank import LostRanks
 from fleet.ps.worker.sender import SenderConfig

@@ -22,6 +22,7 @@ class Trained(LocalRows):
     """Local rows whose gradients are wanted."""
 
     trains = True
+    asked = 0
 
 
 def make(**settings) -> fleet.SparseEmbedding:

@@ -132,6 +132,7 @@ def load_in_vain(own: Fleet, rank: int, mode: str, folder: Path) -> Any:
     train(model, optimizer, batches(2, rank, 2))
     own.save_persistables(folder)
     saved = values_of(model)
+    own.barrier_worker()  # before either trains on, as state_dict() asks the servers
     train(model, optimizer, batches(4, rank, 2)[2:])
     own.barrier_worker()
     before = values_of(model)

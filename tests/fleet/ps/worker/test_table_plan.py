@@ -290,6 +290,7 @@ def test_a_frozen_module_of_a_shared_table_leaves_the_other_trained() -> None:
 
     class Ones:
         trains = True
+        asked = 0
 
         def rows(self, keys: Any) -> Any:
             return np.ones((len(keys), 4), np.float32)
@@ -317,6 +318,7 @@ def test_served_embeddings_begin_with_their_own_weights() -> None:
 
     class Ones:
         trains = True
+        asked = 0
 
         def rows(self, keys: Any) -> Any:
             return np.ones((len(keys), 3), np.float32)
@@ -340,6 +342,7 @@ def test_served_embeddings_are_plain_until_they_are_connected() -> None:
 
     class Source:
         trains = True
+        asked = 0
 
         def rows(self, keys: Any) -> Any:
             return pieces[0][1][keys] + 1

@@ -38,6 +38,7 @@ def main():
     net = Noisy()
     optimizer = fleet.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=1e-3))
     model = fleet.distributed_model(net)
+    torch.manual_seed(1 + fleet.worker_index())  # noise of its own for each worker's samples
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for x in loader:

@@ -1,0 +1,116 @@
+"""QueueDataset: streams its files once for each iteration."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from fleet.common.own_thread import OwnThread
+from fleet.dataset.base import DatasetBase, read_samples
+from fleet.dataset.batch import Batch, batch_of
+from fleet.dataset.samples import Samples
+from fleet.dataset.source import Source
+from fleet.dataset.text import TextForm
+
+_BLOCKS_PER_THREAD = 2
+_POLL_S = 0.1
+
+
+class QueueDataset(DatasetBase):
+    """Streams the files of this worker: each iteration reads them once, a few blocks ahead, and keeps nothing.
+
+    With ``thread_num=1`` the samples come in file order. With more, several files are read at once and their samples
+    come as they are ready. Iteration yields :class:`Batch`.
+
+    Example:
+        >>> with open("part-0", "w") as file:
+        ...     _ = file.write("2 7 9 1 1\\n1 4 1 0\\n")
+        >>> dataset = fleet.QueueDataset()
+        >>> dataset.init(batch_size=2, use_var=[fleet.dataset.Slot("words", lod_level=1), fleet.dataset.Slot("label")])
+        >>> dataset.set_filelist(["part-0"])
+        >>> [batch["label"].tolist() for batch in dataset]
+        [[[1], [0]]]
+    """
+
+    def local_shuffle(self) -> NoReturn:
+        """Raises NotImplementedError, as in Fleet: a stream cannot be shuffled."""
+        raise NotImplementedError("QueueDataset does not hold its samples, so it cannot shuffle; use InMemoryDataset.")
+
+    def global_shuffle(self, fleet: Any = None, thread_num: int = 12) -> NoReturn:
+        """Raises NotImplementedError, as in Fleet: a stream cannot be shuffled."""
+        raise NotImplementedError("QueueDataset does not hold its samples, so it cannot shuffle; use InMemoryDataset.")
+
+    def __iter__(self) -> Iterator[Batch]:
+        form, source = self._start_reading()
+        size = self._settings.batch_size
+        kept: list[Samples] = []
+        for block in _stream(self.filelist, form, source, self._settings.thread_num):
+            kept.append(block)
+            if sum(map(len, kept)) < size:
+                continue
+            ready = Samples.joined(kept)
+            whole = len(ready) // size * size
+            for at in range(0, whole, size):
+                yield batch_of(ready.part(at, at + size), form)
+            kept = [ready.part(whole, len(ready))]
+        if any(map(len, kept)):
+            yield batch_of(Samples.joined(kept), form)
+
+
+def _stream(files: list[str], form: TextForm, source: Source, num_threads: int) -> Iterator[Samples]:
+    """Yields blocks of samples that threads prefetch; the threads end before the iteration does."""
+    threads_wanted = min(num_threads, len(files))
+    ready: queue.Queue[Samples | None] = queue.Queue(max(1, _BLOCKS_PER_THREAD * threads_wanted))
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for file in files:
+        waiting.put(file)
+    stop = threading.Event()
+
+    # With a timeout: a loop that was left sets the event and takes nothing more from the queue.
+    def put(item: Samples | None) -> None:
+        while not stop.is_set():
+            with suppress(queue.Full):
+                ready.put(item, timeout=_POLL_S)
+                break
+
+    threads = [
+        OwnThread(_read_all, waiting, form, source, stop, put, name="fleet-dataset", say=None, then=lambda: put(None))
+        for _ in range(threads_wanted)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        running = len(threads)
+        while running:
+            item = ready.get()
+            if item is not None:
+                yield item
+                continue
+            running -= 1
+            for thread in threads:
+                if thread.failure is not None:
+                    thread.result()  # raises it in the loop
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _read_all(
+    waiting: queue.SimpleQueue[str],
+    form: TextForm,
+    source: Source,
+    stop: threading.Event,
+    put: Callable[[Samples | None], None],
+) -> None:
+    while not stop.is_set():
+        try:
+            file = waiting.get_nowait()
+        except queue.Empty:
+            break
+        for block in read_samples(file, form, source, stop):
+            put(block)
+    put(None)

@@ -1,0 +1,73 @@
+"""Shared parts of the metrics over all workers: checks of their inputs, and sums over the workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fleet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fleet.job.util import HostArray, UtilBase
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def checked_batch(call: str, pred: Any, label: Any) -> tuple[Array, Array]:
+    """Returns the probabilities (float64) and labels of one batch, both flat.
+
+    Raises ConfigError for shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
+    """
+    scores = np.asarray(host_array(pred), np.float64)
+    scores = scores[:, 1] if scores.ndim == 2 and scores.shape[1] == 2 else scores.reshape(-1)
+    labels = np.asarray(host_array(label)).reshape(-1)
+    if scores.shape != labels.shape:
+        raise ConfigError(f"{call}(): {scores.size} predictions and {labels.size} labels.")
+    if not bool(np.all((scores >= 0.0) & (scores <= 1.0))):
+        raise ConfigError(f"{call}(pred): predictions are probabilities, from 0 to 1; some are not.")
+    if not bool(np.all((labels == 0) | (labels == 1))):
+        raise ConfigError(f"{call}(label): labels are 0 or 1; some are not.")
+    return scores, labels
+
+
+def area_under(pos: Array, neg: Array) -> float:
+    """Returns the area under the ROC curve of two histograms, from the lowest prediction up; 0.5 without a class."""
+    # From the highest prediction down, so that the running sum counts the positives above each bucket.
+    pos = pos[::-1].astype(np.float64)
+    neg = neg[::-1].astype(np.float64)
+    num_pos = float(pos.sum())
+    num_neg = float(neg.sum())
+    if num_pos == 0.0 or num_neg == 0.0:
+        return 0.5
+    above = np.cumsum(pos)
+    # Samples of one bucket are ties, and half of their pairs count.
+    area = float(np.dot(neg, above - pos / 2.0))
+    return area / (num_pos * num_neg)
+
+
+def util_of(util: UtilBase | None, scope: object = None) -> UtilBase:
+    """Returns ``util``, or ``fleet.util`` without one. Raises ConfigError for a scope."""
+    if scope is not None:
+        raise ConfigError(f"scope={scope!r}: torch has no scopes. Pass the value itself and omit scope.")
+    if util is not None:
+        return util
+    import fleet
+
+    found: UtilBase = fleet.util
+    return found
+
+
+def reduced(util: UtilBase, value: Any, mode: str = "sum") -> HostArray:
+    """Reduces over the workers; workers that hold one copy of the model together see one batch and count once."""
+    reduce = getattr(util, "reduce_replicas", None) or util.all_reduce  # a user's util may have the second only
+    return reduce(value, mode)
+
+
+def host_array(value: Any) -> Any:
+    """Returns a tensor as an array on the host, anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()  # numpy has no bfloat16

@@ -1,0 +1,1 @@
+"""Engines: the frameworks that a script may train with, one adapter in each module."""

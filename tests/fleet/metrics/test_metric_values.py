@@ -1,0 +1,29 @@
+"""What metrics take, and the area under a curve."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fleet.errors import ConfigError
+from fleet.metrics.metric_values import area_under, checked_batch, host_array, util_of
+
+
+def test_batches_are_flat_and_checked() -> None:
+    scores, labels = checked_batch("f", torch.tensor([[0.25, 0.75]], dtype=torch.bfloat16), [[1]])
+    assert (scores.tolist(), labels.tolist()) == ([0.75], [1])
+    with pytest.raises(ConfigError, match=r"f\(\): 1 predictions and 2 labels"):
+        checked_batch("f", [0.5], [1, 0])
+
+
+def test_area() -> None:
+    assert area_under(np.array([0, 2]), np.array([2, 0])) == 1.0
+    assert area_under(np.array([1]), np.array([1])) == 0.5
+
+
+def test_values_on_the_host() -> None:
+    assert host_array("text") == "text"
+    assert host_array(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+    with pytest.raises(ConfigError, match="torch has no scopes"):
+        util_of(None, object())

@@ -1,0 +1,23 @@
+"""Accelerate's LocalSGD: workers train apart for two updates, then average their parameters."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator()
+set_seed(0)
+data = TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()

@@ -1,0 +1,30 @@
+"""Gradients of two batches, exchanged once; processes that the script would start itself."""
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main():
+    fabric = L.Fabric(accelerator="cpu", devices="auto", strategy="ddp_spawn")
+    fabric.launch()
+    fabric.seed_everything(0)
+    data = TensorDataset(torch.randn(96, 8), torch.randint(0, 3, (96,)))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8, shuffle=True))
+    for _ in range(3):
+        for i, (x, y) in enumerate(loader):
+            accumulates = i % 2 == 0
+            with fabric.no_backward_sync(model, enabled=accumulates):
+                loss = nn.functional.cross_entropy(model(x), y) / 2
+                fabric.backward(loss)
+            if not accumulates:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
