@@ -15,29 +15,10 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, TakeChanged, Ticket
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.wire.positions import Positions
-from fleet.ps.worker.exchange_modes import Gradients
+from fleet.ps.worker.exchange_modes import Gradients, TicketRows
 from fleet.ps.worker.row_replicas import OLD_S, make_replicas
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, Push, SenderConfig
 from fleet.ps.worker.table_plan import TablePlan
-
-
-class Coming:
-    """Rows that were requested one step ahead."""
-
-    def __init__(self, exchange: _ServersOwn, ticket: Ticket, table_id: int) -> None:
-        self._exchange = exchange
-        self._ticket = ticket
-        self._table_id = table_id
-        self._asked_at = exchange.client.step
-        self._flushes = exchange.flushes
-
-    def rows(self) -> Rows | None:
-        """Waits for them; returns ``None`` when they are older than a step, or from before a flush."""
-        client = self._exchange.client
-        if client.step > self._asked_at + 1 or self._exchange.flushes > self._flushes:
-            return None
-        rows: Rows = client.wait(self._ticket)[self._table_id]
-        return rows
 
 
 class _Mailbox:
@@ -127,7 +108,7 @@ class _ServersOwn:
         self._mailbox = _Mailbox(plan)
         self._mailbox.reached = client.step
         self._bound = client.staleness
-        self.flushes = 0  # a load or a shrink comes after one, and changes more than training does
+        self.flushes = 0
 
     def check(self, is_step: bool = False) -> None:
         """Raises ConfigError if the script has changed dense parameters."""
@@ -146,22 +127,28 @@ class _ServersOwn:
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows; with a bound, once no other worker is further behind."""
         self._prepare(self.client.step)
-        rows: Rows = self.client.wait(self._pull(table_id, keys, self.client.step))[table_id]
+        rows: Rows = self.client.wait(self._pull({table_id: keys}, self.client.step))[table_id]
         return rows
 
-    def ahead(self, table_id: int, keys: Keys) -> Coming:
-        """Requests the rows of the next step, one step older than without."""
-        if self._bound == 0:
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether rows may be a step old."""
+        return self._bound != 0
+
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> TicketRows:
+        """Requests rows; those of the next step are one step older than without."""
+        if is_next and not self.may_read_ahead:
             raise ConfigError(
                 "prefetch() asks for rows before the step that changes them is done, but "
-                "a_sync_configs['max_staleness'] is 0. Omit prefetch, or allow a staleness of 1 or more."
+                "a_sync_configs['max_staleness'] is 0. Omit it, iterate over fleet.prefetch(loader), or allow a "
+                "staleness of 1 or more."
             )
-        step = self.client.step + 1
+        step = self.client.step + is_next
         self._prepare(step)
-        return Coming(self, self._pull(table_id, keys, step), table_id)
+        return TicketRows(self, self._pull(wanted, step), steps=int(is_next))
 
-    def _pull(self, table_id: int, keys: Keys, step: int) -> Ticket:
-        return self.client.pull({table_id: keys}, step=step, wait_for_others=self._bound is not None)
+    def _pull(self, wanted: Mapping[int, Keys], step: int) -> Ticket:
+        return self.client.pull(wanted, step=step, wait_for_others=self._bound is not None)
 
     def _prepare(self, step: int) -> None:
         """Prepares a pull for ``step``."""

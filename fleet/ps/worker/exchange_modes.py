@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from fleet.errors import ConfigError
-from fleet.ps.client.client import Client
+from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.merge import with_distinct_ids
 from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.wire.positions import Positions
@@ -38,8 +38,14 @@ class ServerExchange(Protocol):
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows that this worker's next forward sees."""
 
-    def ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
-        """Requests the rows of the next step; returns ``None`` where they are here already.
+    may_read_ahead: bool  # the mode allows rows that are a step old
+
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows | None:
+        """Requests distinct rows by table, in one message to each server; ``None`` where they are here already.
+
+        Args:
+            wanted: ids by table; they may repeat.
+            is_next: the rows of the next step, before this one is done.
 
         Raises:
             ConfigError: the mode does not allow rows that are a step old.
@@ -76,13 +82,44 @@ class ServerExchange(Protocol):
         """Ends them without sending."""
 
 
+class _AsksServers(Protocol):
+    client: Client
+    flushes: int  # a load or a shrink comes after one, and changes more than training does
+
+
+class TicketRows:
+    """Rows that a pull brings, good until the step after those that were pushed when it was made, or the next flush.
+
+    Args:
+        exchange: of the pull.
+        ticket: the pull.
+        steps: steps of this worker that the rows may lack.
+    """
+
+    def __init__(self, exchange: _AsksServers, ticket: Ticket, steps: int = 0) -> None:
+        self._exchange = exchange
+        self._ticket = ticket
+        self._until = exchange.client.step + steps
+        self._flushes = exchange.flushes
+
+    def rows(self, table_id: int) -> Rows | None:
+        """Waits for the rows of one table; returns ``None`` when they are too old, or from before a flush."""
+        client = self._exchange.client
+        if client.step > self._until or self._exchange.flushes > self._flushes:
+            return None
+        rows: Rows = client.wait(self._ticket)[table_id]
+        return rows
+
+
 class SyncExchange:
     """All workers take each step together."""
 
     reads_grad = True
+    may_read_ahead = False
 
     def __init__(self, client: Client, plan: TablePlan) -> None:
         self.client = client
+        self.flushes = 0
         self.plan = plan
         self._spare: dict[int, Rows | None] = {}  # memory for dense gradients; new memory costs as much as sending them
         self._replicas = make_replicas(client, plan, before_lookup=self._begin)
@@ -107,12 +144,14 @@ class SyncExchange:
         rows: Rows = self.client.wait(self.client.pull({table_id: keys}))[table_id]
         return rows
 
-    def ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
-        """Refuses."""
-        raise ConfigError(
-            "prefetch() asks for rows before the step that changes them is done, but in sync training every step sees "
-            "all steps before it. Omit prefetch, or set a_sync to True."
-        )
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> TicketRows:
+        """Requests rows after the steps this worker has pushed; refuses to request those of the next step."""
+        if is_next:
+            raise ConfigError(
+                "prefetch() asks for rows before the step that changes them is done, but in sync training every step "
+                "sees all steps before it. Omit it, iterate over fleet.prefetch(loader), or set a_sync to True."
+            )
+        return TicketRows(self, self.client.pull(wanted))
 
     def _begin(self) -> None:
         """Waits before the first lookup, as a pull does: a worker that was restarted may find its last step pending."""
@@ -167,6 +206,7 @@ class SyncExchange:
 
     def flush(self) -> None:
         """Takes the servers' parameters."""
+        self.flushes += 1
         self.plan.watch.excuse()
         self._receive(self.plan.dense)
         self.plan.watch.note()

@@ -194,6 +194,20 @@ class GeoCommunicator:
             rows: Rows = self._rows[table_id].local.take(places, 0)
         return rows
 
+    def fetch(self, wanted: Mapping[int, Keys]) -> None:
+        """Takes the rows of ids that this worker has not seen from the servers, of all tables in one message."""
+        with self._rows_change:
+            unknown = {}
+            for table_id, keys in wanted.items():
+                rows = self._rows[table_id]
+                if not isinstance(rows, WholeGeoRows):
+                    missing = np.unique(keys[rows.find(keys) < 0])
+                    if len(missing):
+                        unknown[table_id] = missing
+            if unknown:
+                for table_id, found in self._client.wait(self._client.pull(unknown)).items():
+                    self._rows[table_id].insert(unknown[table_id], found)
+
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
         """Sets this worker's rows of distinct keys that it has read: one step of local training."""
         rows = self._rows[table_id]
@@ -285,6 +299,7 @@ class GeoExchange:
     """
 
     reads_grad = True
+    may_read_ahead = True
 
     def __init__(self, client: Client, plan: TablePlan, k_steps: int, train_dense: Callable[[], Any]) -> None:
         self._plan = plan
@@ -300,8 +315,9 @@ class GeoExchange:
         """Returns this worker's own rows."""
         return self._geo.rows(table_id, keys)
 
-    def ahead(self, table_id: int, keys: Keys) -> None:
-        """Does nothing: the rows are here."""
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> None:
+        """Fetches the rows that this worker has not seen, of all tables in one message; the others are here."""
+        self._geo.fetch(wanted)
 
     def check(self, is_step: bool = False) -> None:
         """Does nothing: a write of the script is part of the difference that this worker sends."""

@@ -2,13 +2,19 @@
 
 Forward requests each distinct id once. Backward leaves the sum over all its places in the gradient of the leaf. Only
 then is the leaf kept, so a forward without backward costs nothing and pushes nothing.
+
+[Note: Rows that were requested before their lookup]
+``expect`` notes ids whose rows are on their way, requested for one table by ``prefetch`` of a module or for all tables
+of a batch by :class:`fleet.ps.worker.batch_rows.BatchRows`. A lookup takes them only where its own ids are the same and
+the rows are as fresh as the mode asks; otherwise it asks for its rows itself. So what was requested can cost a message,
+and never a wrong row.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol, TypeAlias
 
@@ -31,10 +37,26 @@ RowSource: TypeAlias = "LocalRows | TrainedRows"
 
 
 class ComingRows(Protocol):
-    """Rows that have been requested."""
+    """Rows of some tables that have been requested."""
 
-    def rows(self) -> Rows | None:
-        """Waits for them; returns ``None`` if they are too old by now."""
+    def rows(self, table_id: int) -> Rows | None:
+        """Waits for the rows of one table; returns ``None`` if they are too old by now."""
+
+
+# Requests rows by table, in one message to each server: those of the next step, or (False) of this one. Returns ``None``
+# where the rows are here already.
+Request: TypeAlias = Callable[[Mapping[int, Keys], bool], ComingRows | None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ExpectedRows:
+    """Rows on their way to one lookup: rows ``start`` to ``start + len(keys)`` of its table's."""
+
+    ids: Keys
+    keys: Keys  # the distinct ones of ``ids``
+    inverse: NDArray[np.int32]
+    coming: ComingRows
+    start: int = 0
 
 
 class LocalRows:
@@ -47,6 +69,7 @@ class LocalRows:
 
     trains = False  # whether gradients are sent back
     asked = 0
+    table_id = 0
 
     def __init__(self, config: SparseTableConfig) -> None:
         self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
@@ -55,7 +78,7 @@ class LocalRows:
         """Returns the rows of ``keys``; new ids get the initial weights that servers would give them."""
         return self.table.pull(keys)
 
-    def ahead(self, keys: Keys) -> None:
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> None:
         """Does nothing: the rows are here."""
 
 
@@ -63,8 +86,9 @@ class TrainedRows:
     """Rows of a table on servers, which its optimizer trains.
 
     Args:
+        table_id: the table.
         rows: returns a fresh float32 [n, dim] array of the rows of distinct keys.
-        ahead: requests the rows of the next step; returns ``None`` where they are here already.
+        request: requests rows before their lookup.
         is_open: whether the servers can be asked.
 
     Attributes:
@@ -74,20 +98,21 @@ class TrainedRows:
     trains = True
 
     def __init__(
-        self, rows: Callable[[Keys], Rows], ahead: Callable[[Keys], ComingRows | None], is_open: Callable[[], bool]
+        self, table_id: int, rows: Callable[[Keys], Rows], request: Request, is_open: Callable[[], bool]
     ) -> None:
+        self.table_id = table_id
         self.rows = rows
-        self.ahead = ahead
+        self.request = request
         self.is_open = is_open
         self.asked = 0
 
     def refuse(self, reason: str) -> None:
         """Makes every request raise ConfigError from now on."""
 
-        def ask(keys: Keys) -> NoReturn:
+        def ask(*args: object) -> NoReturn:
             raise ConfigError(reason)
 
-        self.rows = self.ahead = ask
+        self.rows = self.request = ask
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainedRows:
         return self
@@ -126,13 +151,16 @@ class RowLookup:
         self._in_weight = in_weight
         self._spare = [UniqueKeys()]  # one for each thread that looks up at this moment
         self._ready: list[tuple[Tensor, Gradient]] = []
-        self._coming: deque[tuple[Keys, ComingRows]] = deque(maxlen=2)
+        self._expected: deque[ExpectedRows] = deque()
+        self.heard = None
 
     source: RowSource | None
     whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
     # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to the servers' rows of now.
     # Only lookups that train read it.
     bring: Callable[[bool], None] | None
+    # Called with each lookup's ids, and whether their rows were expected.
+    heard: Callable[[RowLookup, Keys, bool], None] | None
     is_copy = False  # of the lookup of another module, with the same table
 
     def find(
@@ -152,20 +180,29 @@ class RowLookup:
             shows, clicks: float32 [n], the counts of each id's sample; 1 and 0 by default.
             trained: the rows take gradients; False where the module's weight is frozen.
         """
-        assert self.source is not None
-        keys, inverse = self._distinct(ids)
-        found = self._arrived(keys) if self._coming else None
-        if found is None:
-            self.source.asked += len(keys)
-            found = self.source.rows(keys)
+        found, keys, inverse = self.rows_of(ids)
         rows = torch.from_numpy(found)
         places = torch.from_numpy(inverse)
         if device.type != "cpu":
             rows = rows.to(device)
             places = places.to(device)
         if trained and torch.is_grad_enabled():
+            assert self.source is not None
             self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, places
+
+    def rows_of(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]]:
+        """Returns the rows of the distinct ids, these ids, and the place of each id among them."""
+        assert self.source is not None
+        if self._expected or self.heard is not None:
+            expected = self._arrived(ids)
+            if self.heard is not None:
+                self.heard(self, ids, expected is not None)
+            if expected is not None:
+                return expected
+        keys, inverse = self.distinct(ids)
+        self.source.asked += len(keys)
+        return self.source.rows(keys), keys, inverse
 
     def leave(self) -> None:
         """Refuses what would ask the servers, in a process that was forked from the worker: it has no connection."""
@@ -186,13 +223,29 @@ class RowLookup:
         """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
         if self.source is None:
             return
-        keys = self._distinct(ids)[0]
-        coming = self.source.ahead(keys)
-        self.source.asked += len(keys)
+        keys, inverse = self.distinct(ids)
+        coming = self.source.request({self.source.table_id: keys}, True)
         if coming is not None:
-            self._coming.append((keys, coming))
+            self.source.asked += len(keys)
+            self.expect(ExpectedRows(ids.copy(), keys, inverse, coming))
+            # Of a loop that asks for rows and never looks them up, no more than two batches are kept.
+            while len(self._expected) > 2:
+                self._expected.popleft()
 
-    def _distinct(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
+    def expect(self, rows: ExpectedRows) -> None:
+        """Notes rows that were requested for a coming lookup."""
+        self._expected.append(rows)
+
+    def expect_nothing(self) -> None:
+        """Forgets all rows that were requested."""
+        self._expected.clear()
+
+    def give_up(self, rows: ExpectedRows) -> None:
+        """Forgets rows that no lookup took."""
+        if rows in self._expected:
+            self._expected.remove(rows)
+
+    def distinct(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
         try:
             unique = self._spare.pop()
         except IndexError:
@@ -202,11 +255,16 @@ class RowLookup:
         finally:
             self._spare.append(unique)
 
-    def _arrived(self, keys: Keys) -> Rows | None:
-        for place, (asked, coming) in enumerate(self._coming):
-            if np.array_equal(asked, keys):
-                del self._coming[place]
-                return coming.rows()
+    def _arrived(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
+        assert self.source is not None
+        for place, expected in enumerate(self._expected):
+            if len(ids) == len(expected.ids) and np.array_equal(ids, expected.ids):
+                del self._expected[place]
+                rows = expected.coming.rows(self.source.table_id)
+                if rows is None:
+                    return None
+                start = expected.start
+                return rows[start : start + len(expected.keys)], expected.keys, expected.inverse
         return None
 
     def take(self) -> Gradient | None:

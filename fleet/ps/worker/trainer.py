@@ -147,8 +147,9 @@ class Trainer:
         rejoin(client, self._pending)  # after the barriers of the start, which a restarted worker passes again
         self._exchange = self._start_exchange(client)
         for table in self.plan.sparse:
-            ahead = partial(self.rows_ahead, table.table_id)
-            source = TrainedRows(self._refuse_rows, ahead, lambda: self._exchange is not None)
+            source = TrainedRows(
+                table.table_id, self._refuse_rows, self.request_rows, lambda: self._exchange is not None
+            )
             self._sources[table.table_id] = source
             for module in table.modules:
                 module.lookup.source = source
@@ -184,11 +185,11 @@ class Trainer:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def rows_ahead(self, table_id: int, keys: Keys) -> ComingRows | None:
-        """Requests the rows of distinct ``keys`` for the next step, while this one is computed."""
-        if self._streams is not None:
+    def request_rows(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows | None:
+        """Requests rows by table before their lookup: for the next step while this one is computed, or for this one."""
+        if is_next and self._streams is not None:
             self._streams.check_ahead()
-        return self._running().ahead(table_id, keys)
+        return self._running().request(wanted, is_next)
 
     def step(self) -> None:
         """Sends the gradients that backward left to the servers, and takes parameters from them.
@@ -520,6 +521,9 @@ class Trainer:
         for table_id, source in self._sources.items():
             exchange = self._exchange
             source.rows = self._refuse_rows if exchange is None else partial(exchange.rows, table_id)
+        for part in self.plan.sparse:
+            for module in part.modules:
+                module.lookup.expect_nothing()
 
     def _refuse_rows(self, keys: Keys) -> NoReturn:
         raise self._not_running()

@@ -63,7 +63,7 @@ def step(model: Any, optimizer: Any, ids: torch.Tensor, following: torch.Tensor 
     if following is not None:
         table = model.module.table
         table.prefetch(following)
-        table.lookup._coming[-1][1].rows()  # they are here before the step: the bound allows newer ones, too
+        table.lookup._expected[-1].coming.rows(0)  # they are here before the step: the bound allows newer ones, too
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -143,10 +143,10 @@ def test_rows_of_any_number_of_tables_are_asked_anew_after_a_flush() -> None:
     """D.8: what came before a load is never used after it."""
     with serving(staleness=2) as service:
         exchange = HalfAsyncExchange(service.client(0), TablePlan(), 1)
-        coming = [exchange.ahead(0, np.array([key])) for key in range(20)]
-        assert coming[0].rows() is not None
+        coming = [exchange.request({0: np.array([key])}, True) for key in range(20)]
+        assert coming[0].rows(0) is not None
         exchange.flush()
-        assert [one.rows() for one in coming] == [None] * 20
+        assert [one.rows(0) for one in coming] == [None] * 20
 
 
 @pytest.mark.parametrize("half", [False, True])

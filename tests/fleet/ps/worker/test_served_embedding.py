@@ -17,7 +17,7 @@ from fleet.ps.worker.served_embedding import MANY_IDS, ServedEmbedding, serve_em
 def embedding(rows: np.ndarray) -> ServedEmbedding:
     module = torch.nn.Sequential(torch.nn.Embedding(*rows.shape, sparse=True))
     serve_embeddings(module)
-    module[0].lookup.source = TrainedRows(lambda keys: rows[keys].copy(), lambda keys: None, lambda: True)
+    module[0].lookup.source = TrainedRows(0, lambda keys: rows[keys].copy(), lambda wanted, is_next: None, lambda: True)
     return module[0]
 
 
