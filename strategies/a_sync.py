@@ -273,8 +273,8 @@ class ASync(JobKind):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ConfigError when an embedding cannot be served, or its rows would get scaled gradients."""
-        from fleet.ps.worker.named_embeddings import check_named
-        from fleet.ps.worker.served_embedding import has_rows
+        from fleet.ps.embeddings.named_embeddings import check_named
+        from fleet.ps.embeddings.served_embedding import has_rows
 
         for key in _NAMES:
             check_patterns(model, getattr(self.config, key), f"a_sync_configs[{key!r}]", self.job)
@@ -293,8 +293,8 @@ class ASync(JobKind):
 
     def prepare_model(self, model: nn.Module) -> None:
         """Makes every ``nn.Embedding(sparse=True)``, and named embeddings, read rows from the servers."""
-        from fleet.ps.worker.named_embeddings import serve_named
-        from fleet.ps.worker.served_embedding import serve_embeddings
+        from fleet.ps.embeddings.named_embeddings import serve_named
+        from fleet.ps.embeddings.served_embedding import serve_embeddings
 
         serve_named(*self._named(model))
         serve_embeddings(model)
@@ -320,7 +320,7 @@ class ASync(JobKind):
 
 def _rows_among(parameters: Iterable[nn.Parameter]) -> bool:
     """Returns whether one of ``parameters`` stands for the rows of a table of unbounded ids."""
-    from fleet.ps.worker.embedding import SparseEmbedding
+    from fleet.ps.embeddings.embedding import SparseEmbedding
 
     return any(getattr(p, SparseEmbedding.MARK, False) for p in parameters)
 

@@ -56,9 +56,9 @@ def row_lines(models: Iterable[nn.Module], tables: dict[str, Any]) -> list[str]:
     ``tables`` is the option ``sparse_table_configs``.
     """
     # Here, because a collective job loads nothing of the parameter server.
+    from fleet.ps.embeddings.embedding import SparseEmbedding
+    from fleet.ps.embeddings.served_embedding import ServedEmbedding
     from fleet.ps.table.rules import Rule
-    from fleet.ps.worker.embedding import SparseEmbedding
-    from fleet.ps.worker.served_embedding import ServedEmbedding
     from fleet.ps.worker.table_configs import configure_table
 
     found: dict[str, list[str]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
-    "SparseEmbedding": "worker.embedding",
+    "SparseEmbedding": "embeddings.embedding",
     "Client": "client.client",
     "ClientConfig": "client.client_config",
     "Gradient": "client.shards",

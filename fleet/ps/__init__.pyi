@@ -7,6 +7,7 @@ Names are resolved at first use: importing this package loads neither numpy nor 
 from fleet.ps.client.client import Client as Client
 from fleet.ps.client.client_config import ClientConfig as ClientConfig
 from fleet.ps.client.shards import Gradient as Gradient
+from fleet.ps.embeddings.embedding import SparseEmbedding as SparseEmbedding
 from fleet.ps.files.table_files import load_dense as load_dense
 from fleet.ps.files.table_files import load_table as load_table
 from fleet.ps.files.table_files import save_dense as save_dense
@@ -42,7 +43,6 @@ from fleet.ps.table.rules import Rule as Rule
 from fleet.ps.table.rules import rule_from_paddle as rule_from_paddle
 from fleet.ps.table.sparse_table import SparseTable as SparseTable
 from fleet.ps.wire.transport import SocketTransport as SocketTransport
-from fleet.ps.worker.embedding import SparseEmbedding as SparseEmbedding
 from fleet.ps.worker.geo import GeoCommunicator as GeoCommunicator
 from fleet.ps.worker.sender import AsyncSender as AsyncSender
 from fleet.ps.worker.sender import HalfAsyncSender as HalfAsyncSender

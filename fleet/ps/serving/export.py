@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.worker.embedding import SparseEmbedding
+from fleet.ps.embeddings.embedding import SparseEmbedding
 
 EXPORT = "export.json"
 _FORMAT = 1

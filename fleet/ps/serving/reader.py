@@ -163,7 +163,7 @@ class Reader:
         """
         import torch
 
-        from fleet.ps.worker.bags import COMBINERS, bags_of, combined, keys_of_slots
+        from fleet.ps.embeddings.bags import COMBINERS, bags_of, combined, keys_of_slots
 
         self._check_open()
         origin = "reader.lookup_bags"

@@ -20,9 +20,9 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.merge import with_distinct_ids
 from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.embeddings.lookup import ComingRows
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.dense_part import DensePart
-from fleet.ps.worker.lookup import ComingRows
 from fleet.ps.worker.row_replicas import make_replicas
 from fleet.ps.worker.table_plan import TablePlan
 
@@ -38,7 +38,9 @@ class ServerExchange(Protocol):
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns the rows that this worker's next forward sees."""
 
-    may_read_ahead: bool  # the mode allows rows that are a step old
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether the mode allows rows that are a step old."""
 
     def request(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows | None:
         """Requests distinct rows by table, in one message to each server; ``None`` where they are here already.

@@ -21,10 +21,10 @@ from torch import Tensor
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
 from fleet.ps.table.ids import KeyPlaces, in_pieces, train_rows
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.exchange_modes import Gradients
-from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
 

@@ -11,8 +11,8 @@ from fleet.errors import PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ONCE
 from fleet.ps.client.shards import Gradient, Keys, TableMap
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
 from fleet.ps.worker.dense_part import DensePart
-from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import SparsePart, TablePlan
 
 _POLL_S = 0.05

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fleet.ps.client.client import Client, TakeChanged
 from fleet.ps.client.shards import Keys, Rows
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
 from fleet.ps.table.ids import in_pieces
 from fleet.ps.wire.messages import MessageError
-from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.table_plan import TablePlan
 
 OLD_S = 0.2

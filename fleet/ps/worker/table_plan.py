@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from fleet.errors import ConfigError
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Rows
+from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import LEARNING_RATE, Rule
 from fleet.ps.worker.dense_part import DensePart, DenseWatch, GroupPlace, MaskOf
-from fleet.ps.worker.embedding import SparseEmbedding
 from fleet.ps.worker.optimizer_rules import rule_of_group
-from fleet.ps.worker.served_embedding import ServedEmbedding
 from fleet.ps.worker.untrained import Untrained
 
 Configure = Callable[[SparseTableConfig], SparseTableConfig]
@@ -264,7 +264,7 @@ def plan_tables(
     """Returns the tables for the modules and parameters that ``optimizer`` trains.
 
     Args:
-        models: the users' modules, after :func:`fleet.ps.worker.served_embedding.serve_embeddings`.
+        models: the users' modules, after :func:`fleet.ps.embeddings.served_embedding.serve_embeddings`.
         optimizer: the user's optimizer.
         geo: servers add differences, whatever the optimizer.
         adam_d2sum: dense tables use the rule of that name instead of Adam.

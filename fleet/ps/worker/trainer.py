@@ -25,6 +25,9 @@ from fleet.errors import (
 )
 from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.embeddings.lookup import ComingRows, TrainedRows
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
+from fleet.ps.embeddings.served_weight import as_plain
 from fleet.ps.table.rules import LEARNING_RATE
 from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH
 from fleet.ps.worker.async_exchange import AsyncExchange, HalfAsyncExchange
@@ -33,10 +36,7 @@ from fleet.ps.worker.dense_part import DensePart
 from fleet.ps.worker.exchange_modes import ServerExchange, SyncExchange, check_mode
 from fleet.ps.worker.geo import GeoExchange
 from fleet.ps.worker.joining import check_nothing_lost, give_initial_values, rejoin, wait_for_values
-from fleet.ps.worker.lookup import ComingRows, TrainedRows
 from fleet.ps.worker.sender import SenderConfig
-from fleet.ps.worker.served_embedding import ServedEmbedding
-from fleet.ps.worker.served_weight import as_plain
 from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
 from fleet.ps.worker.table_plan import TablePlan
 from fleet.ps.worker.untrained import read_local_file, warn_unlike

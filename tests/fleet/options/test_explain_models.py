@@ -10,7 +10,7 @@ from torch import nn
 import fleet
 from fleet.options.explain import mesh_lines
 from fleet.options.explain_models import divided_lines, row_lines
-from fleet.ps.worker.served_embedding import serve_embeddings
+from fleet.ps.embeddings.served_embedding import serve_embeddings
 from tests.helpers.workers import run_workers
 
 PLAN = {"blocks.*.up": "column", "blocks.*.down": "row"}

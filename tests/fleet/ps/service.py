@@ -14,6 +14,7 @@ import torch
 
 from fleet.ps.client.client import Client, Gradient
 from fleet.ps.client.client_config import ClientConfig
+from fleet.ps.embeddings.served_embedding import serve_embeddings
 from fleet.ps.server.served_table import ServedDense, ServedSparse
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
@@ -23,7 +24,6 @@ from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.worker.row_replicas import RowReplicas
-from fleet.ps.worker.served_embedding import serve_embeddings
 from tests.fleet.ps.local_transport import LocalTransport
 from tests.fleet.ps.reference_store import ReferenceTable
 

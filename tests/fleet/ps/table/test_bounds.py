@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.embeddings.served_embedding import serve_embeddings
 from fleet.ps.table.bounds import Bounds, bounds_of
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
-from fleet.ps.worker.embedding import SparseEmbedding
-from fleet.ps.worker.served_embedding import serve_embeddings
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import plan_tables
 

@@ -18,10 +18,10 @@ from fleet.errors import PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.link import Link, Request
+from fleet.ps.embeddings.served_embedding import serve_embeddings
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.table import ids
 from fleet.ps.wire.messages import Op
-from fleet.ps.worker.served_embedding import serve_embeddings
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
 from fleet.ps.worker.trainer import SAVE, Trainer, TrainerConfig
 from tests.fleet.ps.service import Service, gradient, in_threads, rows, serving, silent

@@ -11,11 +11,11 @@ from torch import nn
 
 import fleet
 from fleet.errors import ConfigError, UnsupportedOptionError
+from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.embeddings.served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.ids import copy_for_others
 from fleet.ps.worker.dense_part import DensePart, GroupPlace
-from fleet.ps.worker.embedding import SparseEmbedding
-from fleet.ps.worker.served_embedding import ServedEmbedding, check_embeddings, serve_embeddings
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import plan_tables
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fleet.ps.worker.lookup import TrainedRows
-from fleet.ps.worker.served_embedding import MANY_IDS, ServedEmbedding, serve_embeddings
+from fleet.ps.embeddings.lookup import TrainedRows
+from fleet.ps.embeddings.served_embedding import MANY_IDS, ServedEmbedding, serve_embeddings
 
 
 def embedding(rows: np.ndarray) -> ServedEmbedding:

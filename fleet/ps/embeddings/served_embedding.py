@@ -1,7 +1,7 @@
 """ServedEmbedding: an ``nn.Embedding(sparse=True)`` whose rows are trained on the servers.
 
 The module keeps its weight and its name. While it is connected, forward reads the rows from the servers, and so does
-every other use of the weight (:mod:`fleet.ps.worker.served_weight`).
+every other use of the weight (:mod:`fleet.ps.embeddings.served_weight`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
+from fleet.ps.embeddings.embedding import scale_gradient
+from fleet.ps.embeddings.lookup import RowLookup
+from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain, no_hook
 from fleet.ps.table.ids import in_pieces, sum_rows
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-from fleet.ps.worker.embedding import scale_gradient
-from fleet.ps.worker.lookup import RowLookup
-from fleet.ps.worker.served_weight import WatchesWeight, as_plain, no_hook
 
 MANY_IDS = 1 << 10  # from so many on a call of Python costs less than it saves
 

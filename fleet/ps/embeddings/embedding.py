@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import CheckpointError, ConfigError
+from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, keys_of_slots
+from fleet.ps.embeddings.lookup import LocalRows, RowLookup
+from fleet.ps.embeddings.served_weight import WatchesWeight
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.bounds import bounds_of
 from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
@@ -18,9 +21,6 @@ from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.worker.bags import COMBINERS, Bags, bags_of, combined, keys_of_slots
-from fleet.ps.worker.lookup import LocalRows, RowLookup
-from fleet.ps.worker.served_weight import WatchesWeight
 
 Ids = Tensor | Sequence[Any]
 _INT64 = (-(2**63), 2**63 - 1)

@@ -43,7 +43,7 @@ class ComingRows(Protocol):
         """Waits for the rows of one table; returns ``None`` if they are too old by now."""
 
 
-# Requests rows by table, in one message to each server: those of the next step, or (False) of this one. Returns ``None``
+# Requests rows by table, in one message to each server: for the next step, or (False) for this one. Returns ``None``
 # where the rows are here already.
 Request: TypeAlias = Callable[[Mapping[int, Keys], bool], ComingRows | None]
 
@@ -246,6 +246,7 @@ class RowLookup:
             self._expected.remove(rows)
 
     def distinct(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
+        """Returns the distinct ids, and the place of each id among them."""
         try:
             unique = self._spare.pop()
         except IndexError:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fleet.errors import ConfigError, OptionWarning
 
 if TYPE_CHECKING:
-    from fleet.ps.worker.lookup import RowLookup
+    from fleet.ps.embeddings.lookup import RowLookup
 
 MANY_ROWS = 1 << 16
 as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which the weight is an ordinary tensor

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fleet.ps.worker.embedding import SparseEmbedding, scale_gradient
-from fleet.ps.worker.served_embedding import serve_embeddings
+from fleet.ps.embeddings.embedding import SparseEmbedding, scale_gradient
+from fleet.ps.embeddings.served_embedding import serve_embeddings
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import plan_tables
 

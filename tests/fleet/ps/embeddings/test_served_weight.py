@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fleet
 from fleet.errors import ConfigError, OptionWarning, UnsupportedOptionError
 from fleet.facade import Fleet
-from fleet.ps.worker import served_weight as _served_weight
+from fleet.ps.embeddings import served_weight as _served_weight
 from tests.helpers.served import run_job
 
 _SEEDING = threading.Lock()

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from fleet.errors import CheckpointError, UnsupportedOptionError
-from fleet.ps.worker.embedding import SparseEmbedding
-from fleet.ps.worker.served_embedding import ServedEmbedding, check_embeddings
+from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.embeddings.served_embedding import ServedEmbedding, check_embeddings
 
 _SPARSE = "a_sync_configs['sparse_modules']"
 _UNBOUNDED = "a_sync_configs['unbounded_modules']"

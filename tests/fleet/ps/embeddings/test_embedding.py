@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import fleet
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+from fleet.ps.embeddings.bags import bags_of
+from fleet.ps.embeddings.lookup import LocalRows
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
-from fleet.ps.worker.bags import bags_of
-from fleet.ps.worker.lookup import LocalRows
 
 WIDE = Initializer("uniform", -1.0, 1.0)
 BIG = 10**15

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import orthogonal
 import fleet
 from fleet.errors import CheckpointError, ConfigError
 from fleet.facade import Fleet
-from fleet.ps.worker.named_embeddings import UnboundedEmbedding, check_named, serve_named
-from fleet.ps.worker.served_embedding import ServedEmbedding
+from fleet.ps.embeddings.named_embeddings import UnboundedEmbedding, check_named, serve_named
+from fleet.ps.embeddings.served_embedding import ServedEmbedding
 from tests.helpers.served import strategy_of
 
 LARGE = 10**15

@@ -1,0 +1,1 @@
+"""Modules that look up rows of tables on parameter servers, and the lookup itself."""
