@@ -131,6 +131,7 @@ _CALLS = (
     "node_num",
     "nranks",
     "preempted",
+    "prefetch",
     "prepare_context",
     "print_table_stat",
     "rank",

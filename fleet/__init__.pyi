@@ -12,7 +12,7 @@ Example:
     >>> model = fleet.distributed_model(model)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
@@ -60,7 +60,7 @@ from fleet.dataset.training import infer_from_dataset as infer_from_dataset
 from fleet.dataset.training import train_from_dataset as train_from_dataset
 from fleet.estimate.memory import estimate_memory as estimate_memory
 from fleet.facade import Fleet as Fleet
-from fleet.facade import Path
+from fleet.facade import Path, _Batch
 from fleet.features.transforms import Transforms
 from fleet.job.session import Session
 from fleet.job.util import HostArray
@@ -186,6 +186,7 @@ __all__ = [
     "options",
     "parallel",
     "preempted",
+    "prefetch",
     "prepare_context",
     "print_table_stat",
     "ps",
@@ -524,6 +525,34 @@ def preempted() -> bool:
     Example:
         >>> fleet.preempted()
         False
+    """
+
+def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
+    """Returns the batches of ``loader`` for a loop whose rows come in one message, whatever the number of tables.
+
+    The rows of each batch are requested before the model looks them up: in async and geo mode, and with
+    ``max_staleness`` of 1 or more, those of the next batch while this one is computed; else those of this batch
+    when the loop takes it, so the step sees what it would see without. In the first two batches, lookups show which
+    tensors, or columns, of a batch are the ids of which table; ids that are computed inside the model are still
+    requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
+    batch of another form costs a message and changes no result.
+
+    Without parameter servers the batches pass through, with a warning.
+
+    Args:
+        loader: any iterable of batches: tensors and arrays, alone or in dicts, lists, tuples and dataclasses. Its
+            attributes are those of the result.
+
+    Raises:
+        NotInitializedError: the loop begins before ``fleet.init_worker()``.
+        ConfigError: in the modes that read ahead, the loader writes the next batch into the memory of the last.
+
+    Example:
+        >>> for batch in fleet.prefetch(loader):
+        ...     loss = model(batch["ids"], batch["label"])
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
 def prepare_context(strategy: object = None) -> dist.ProcessGroup | None:

@@ -8,9 +8,9 @@ import gc
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fleet.ps_job.server_job import ServerJob
 
 Path = str | os.PathLike[str]
+_Batch = TypeVar("_Batch")
 
 
 # UtilBase() without a job works in the running one, which it cannot import: a job has a UtilBase.
@@ -540,6 +541,36 @@ class Fleet:
         job = self._job("init_worker", "worker")
         if job is not None:
             job.start_worker()
+
+    def prefetch(self, loader: Iterable[_Batch]) -> Iterable[_Batch]:
+        """Returns the batches of ``loader`` for a loop whose rows come in one message, whatever the number of tables.
+
+        The rows of each batch are requested before the model looks them up: in async and geo mode, and with
+        ``max_staleness`` of 1 or more, those of the next batch while this one is computed; else those of this batch
+        when the loop takes it, so the step sees what it would see without. In the first two batches, lookups show which
+        tensors, or columns, of a batch are the ids of which table; ids that are computed inside the model are still
+        requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
+        batch of another form costs a message and changes no result.
+
+        Without parameter servers the batches pass through, with a warning.
+
+        Args:
+            loader: any iterable of batches: tensors and arrays, alone or in dicts, lists, tuples and dataclasses. Its
+                attributes are those of the result.
+
+        Raises:
+            NotInitializedError: the loop begins before ``fleet.init_worker()``.
+            ConfigError: in the modes that read ahead, the loader writes the next batch into the memory of the last.
+
+        Example:
+            >>> for batch in fleet.prefetch(loader):
+            ...     loss = model(batch["ids"], batch["label"])
+            ...     loss.backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+        """
+        job = self._job("prefetch", "worker")
+        return loader if job is None else job.prefetch(loader)
 
     def stop_worker(self) -> None:
         """Sends the pending updates and leaves the job; the servers exit when all workers have left."""

@@ -11,7 +11,7 @@ import secrets
 import ssl
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from fleet.launch.processes.report import LEFT_SERVERS_WAITING
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.client.shards import TableMap
+from fleet.ps.embeddings.batch_rows import BatchRows, Prefetched
 from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
@@ -163,6 +164,25 @@ class ServerJob:
         finally:
             self._stop_metrics()
             self._stop_embedded()
+
+    def prefetch(self, loader: Iterable[Any]) -> Prefetched:
+        """Returns the batches of ``loader``; while a trainer is connected, their rows are requested in advance.
+
+        Raises:
+            NotInitializedError: by the loop, before training was started.
+        """
+        made: dict[Trainer, BatchRows] = {}
+
+        def connected() -> tuple[BatchRows, bool] | None:
+            trainer = self.running() if self.trainer is None else self.connected
+            if trainer is None:
+                return None
+            if trainer not in made:
+                modules = {part.table_id: part.modules for part in trainer.plan.sparse}
+                made[trainer] = BatchRows(modules, trainer.request_rows, self._job.say)
+            return made[trainer], trainer.may_read_ahead
+
+        return Prefetched(loader, connected)
 
     @property
     def connected(self) -> Trainer | None:

@@ -213,10 +213,14 @@ class SparseEmbedding(WatchesWeight):
             ...     if following is not None:
             ...         embedding.prefetch(following)
         """
-        bags, keys = self._bags(ids, offsets)
-        if self.padding_idx is not None:
-            keys = keys[bags.ids != self.padding_idx]
-        self.lookup.prefetch(np.ascontiguousarray(keys))
+        self.lookup.prefetch(self._present(*self._bags(ids, offsets)))
+
+    def keys_of(self, ids: Tensor) -> np.ndarray:
+        """Returns the keys that a forward with ``ids`` looks up, also of flat ids whose offsets are elsewhere."""
+        if self.separate_slots:
+            return self._present(*self._bags(ids, None))
+        bags = bags_of(ids.reshape(-1), None, "none", 1)
+        return self._present(bags, bags.ids)
 
     def load(self, dirname: str, name: str | None = None) -> int:
         """Reads the rows of a save into this process, for prediction; returns how many were read.
@@ -263,6 +267,9 @@ class SparseEmbedding(WatchesWeight):
     def _bags(self, ids: Ids, offsets: Tensor | None) -> tuple[Bags, np.ndarray]:
         bags = bags_of(ids, offsets, self.combiner, self.num_slots)
         return bags, keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+
+    def _present(self, bags: Bags, keys: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(keys if self.padding_idx is None else keys[bags.ids != self.padding_idx])
 
     def _new_lookup(self, config: SparseTableConfig | None = None) -> RowLookup:
         config = config or self.table_config(Rule("sgd"))

@@ -96,7 +96,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
                 lookup.bring(False)
             found = self._read(lookup.whole if trained else lookup.whole.detach(), input).to(device)
             return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
-        ids = self._keys(input)
+        ids = self.keys_of(input)
         rows, places = self.lookup.find(ids, device, trained=trained)
         places = places.view(input.shape)
         many = len(ids) >= MANY_IDS and rows.requires_grad and device.type == "cpu"
@@ -122,7 +122,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         try:
             return torch.embedding(rows, input, padding, False, True)
         except IndexError:
-            self._keys(input)  # says which
+            self.keys_of(input)  # says which
             raise
 
     def prefetch(self, input: Tensor) -> None:
@@ -130,11 +130,12 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
         It asks for nothing where the weight itself has the rows.
         """
-        ids = self._keys(input)
+        ids = self.keys_of(input)
         if self.lookup.whole is None:
             self.lookup.prefetch(ids)
 
-    def _keys(self, input: Tensor) -> np.ndarray:
+    def keys_of(self, input: Tensor) -> np.ndarray:
+        """Returns the ids of ``input``, int64 [n]; raises IndexError for one that has no row."""
         if input.dtype is not torch.int64 or input.device.type != "cpu":
             input = input.detach().to("cpu", torch.int64)
         ids: np.ndarray = np.ascontiguousarray(input.numpy()).reshape(-1)

@@ -128,6 +128,11 @@ class StreamProgress:
                     "one, whose push would count both as trained. Say so: StreamDataset(..., ahead=1)."
                 )
 
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether every dataset was told that the loop takes a batch in advance."""
+        return all(self._ahead.values())
+
     def step_after_again(self) -> int:
         """Notes that the first of the steps :attr:`again` was repeated; returns the steps that then count as pushed."""
         done = self.again.pop(0)

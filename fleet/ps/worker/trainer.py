@@ -191,6 +191,11 @@ class Trainer:
             self._streams.check_ahead()
         return self._running().request(wanted, is_next)
 
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether rows of the next step may be requested while this one is computed."""
+        return self._running().may_read_ahead and (self._streams is None or self._streams.may_read_ahead)
+
     def step(self) -> None:
         """Sends the gradients that backward left to the servers, and takes parameters from them.
 
