@@ -39,7 +39,7 @@ class LooksUp(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class IdPlace:
     """Where ids are in a batch: ``width`` columns of a tensor from ``start`` on along ``dim``; 0: the whole tensor."""
 
     path: tuple[Any, ...]  # keys, indices and names of attributes
@@ -99,18 +99,18 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
     return ()
 
 
-def _places(batch: Any, count: int) -> list[Place]:
+def _places(batch: Any, count: int) -> list[IdPlace]:
     """Returns where a batch has ``count`` ids or, where padding is left out of them, more."""
     found = []
     for path, tensor in _leaves(batch):
         if tensor.numel() >= count:
-            found.append(Place(path))
+            found.append(IdPlace(path))
         for dim in sorted({1, tensor.ndim - 1} - {0}) if tensor.ndim > 1 else ():
             size = tensor.shape[dim]
             each = tensor.numel() // max(size, 1)
             widths = {1, count // each if each and not count % each else 1}
             found += [
-                Place(path, dim, start, width)
+                IdPlace(path, dim, start, width)
                 for width in sorted(widths)
                 for start in range(size - width + 1)
                 if each * width >= count
@@ -123,9 +123,9 @@ class _IdPlaces:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self.known: dict[tuple[LooksUp, int], Place] = {}
+        self.known: dict[tuple[LooksUp, int], IdPlace] = {}
         self._vain: dict[tuple[LooksUp, int], int] = defaultdict(int)
-        self._last: Place | None = None
+        self._last: IdPlace | None = None
 
     def search(self, call: tuple[LooksUp, int], ids: Keys, batch: Any) -> None:
         """Notes where ``batch`` has the ids of a call: a module, and how often the batch was looked up in it before."""
@@ -149,7 +149,7 @@ class _IdPlaces:
             )
 
 
-def _has(place: Place, batch: Any, module: LooksUp, ids: Keys) -> bool:
+def _has(place: IdPlace, batch: Any, module: LooksUp, ids: Keys) -> bool:
     tensor = place.read(batch)
     if tensor is None:
         return False
