@@ -1,14 +1,16 @@
-"""Rates of one sparse table in one thread: pull and push of dim 16 Adagrad, beside what the memory allows.
+"""Models with one table a feature: the part ``tables`` of ``ps.py``, beside plain torch and TorchRec.
 
-Every round measures, one after the other: a bare gather (numpy.take of packed 64-byte rows at random places: no ids,
-no lookup), the table's pull of the same rows, and a push of rows that were last used half a cycle ago, so that other
-load on the machine meets all of them and no caches are warm. Rates are per second of this thread's processor time
-(median over requests) and, in brackets, the best request by the clock. The shares are of the gather.
+Every row is a job of its own: two workers, whose processes train the same model (:mod:`_tables_model`) in plain torch
+as well, each alone and with an optimizer that knows only its own gradients, in blocks in turn with those of the job.
+TorchRec needs an environment of its own, whose Python ``--torchrec`` names:
 
-    python benchmarks/_ps_tables.py --rows 1000000 10000000
+    python3 -m venv torchrec
+    torchrec/bin/pip install torch==2.9.1 torchmetrics==1.0.3 tensordict pyre-extensions iopath tqdm numpy
+    torchrec/bin/pip install --no-deps torchrec==1.4.0
+    torchrec/bin/pip install --no-deps fbgemm-gpu-cpu==1.4.0
 
-The study this design comes from measured, on its machine at 10 million rows and zipf ids: gather 33.7, pull 12.5,
-push 10.4 million rows a second. ``--json`` adds a line for ``ps.py``.
+TorchRec asks for fbgemm-gpu, which comes with a newer torch and cannot be beside fbgemm-gpu-cpu: both write the same
+folder. Hence ``--no-deps``; where fbgemm-gpu is installed, remove it and install fbgemm-gpu-cpu afterwards.
 """
 
 from __future__ import annotations
@@ -16,114 +18,187 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable
-from functools import partial
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from _ps_job import HERE, job, written
+from _table import markdown, ratios, spread
 
-from fleet.ps import Accessor, Rule, SparseTable, SparseTableConfig
+from fleet import fleet
 
-DIM, SPREAD, REQUESTS = 16, 7919, 48
-STUDY = {"gather": 33.7, "pull": 12.5, "push": 10.4}
-Keys = npt.NDArray[np.int64]
-
-
-def main() -> None:
-    """Prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--rule", default="adagrad")
-    parser.add_argument("--accessor", action="store_true", help="keep statistics per row")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    print(
-        f"{'rows':>9} {'ids':>8} {'B/row':>6} {'fill':>6} | {'gather':>14} {'pull':>14} {'push':>14}"
-        f" M rows/s | {'pull/gather':>11} {'push/gather':>11} | {'300 ids us':>10}"
-    )
-    found: list[dict[str, float | str]] = []
-    for rows in arguments.rows:
-        accessor = Accessor() if arguments.accessor else None
-        config = SparseTableConfig("bench", DIM, Rule(arguments.rule), accessor=accessor)
-        table = SparseTable(config)
-        before = _resident_bytes()
-        fill = _fill(table, rows)
-        resident = (_resident_bytes() - before) / rows
-        for ids in ("zipf", "uniform"):
-            rates = _report(table, rows, ids, fill, arguments.rounds)
-            found.append({"rows": rows, "ids": ids, "resident_bytes": resident, **rates})
-        table.close()
-    print(
-        f"study, 10 M rows, zipf: pull {STUDY['pull']} and push {STUDY['push']} M rows/s beside a gather of "
-        f"{STUDY['gather']}, shares {STUDY['pull'] / STUDY['gather']:.2f} and {STUDY['push'] / STUDY['gather']:.2f}"
-    )
-    if arguments.json:
-        print(json.dumps(found))
+NUM_WORKERS = 2
+MODES = ("async", "sync")  # measured by default; hybrid and geo on request
+TORCHREC = "TorchRec 1.4.0, sync"
+VARIANTS = {
+    "embedding": "nn.Embedding(sparse=True)",
+    "sparse": "fleet.SparseEmbedding",
+    "prefetch": "fleet.SparseEmbedding in fleet.prefetch(loader)",
+    "collection": "fleet.SparseEmbeddings",
+}
+# What a variant needs of the package.
+NEEDS = {"prefetch": "prefetch", "collection": "SparseEmbeddings"}
+HEADER = (
+    "what", "samples/s of both workers", "plain torch", "ratio", "by processor time",
+    "processor time of a step, us: worker + servers; plain torch", "messages a step and server", "rows/s",
+)  # fmt: skip
+Block = dict[str, float]
+Worker = dict[str, dict[str, list[Block]]]
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured in one job."""
+
+    tables: int
+    ids: int
+    batches: Sequence[int]
+    blocks: int
+    seconds: float
+    servers: int
+
+    def settings(self, mode: str = "sync", variant: str = "") -> dict[str, Any]:
+        """Returns the settings of a worker; geo is for plain SGD only."""
+        measured = {"tables": self.tables, "ids": self.ids, "batches": self.batches}
+        blocks = {"blocks": self.blocks, "seconds": self.seconds}
+        return {**measured, **blocks, "mode": mode, "variant": variant, "rule": "SGD" if mode == "geo" else "Adagrad"}
 
 
-def _fill(table: SparseTable, rows: int) -> float:
-    start = time.thread_time()
-    for first in range(0, rows, 30_000):
-        table.pull(np.arange(first, min(rows, first + 30_000)) * SPREAD)
-    return rows / (time.thread_time() - start) / 1e6
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of this part."""
+    group = parser.add_argument_group("tables", "flags of --only tables, beside --modes, --batches and --vocabulary")
+    group.add_argument("--tables", type=int, nargs="+", default=[26], help="numbers of tables (default: 26)")
+    group.add_argument("--servers", type=int, default=1, help="number of servers (default: 1)")
+    group.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    group.add_argument("--torchrec", metavar="PYTHON", help="interpreter of an environment with torchrec 1.4.0")
 
 
-def _requests(rows: int, ids: str) -> list[Keys]:
-    rng, requests = np.random.default_rng(0), []
-    for _ in range(REQUESTS):
-        drawn = rng.integers(0, rows, 30_000)
-        if ids == "zipf":
-            # The study's requests: the distinct ids of 4096 samples with 26 features, popular ones anywhere.
-            drawn = rng.zipf(1.2, 4096 * 26) * 2654435761 % rows
-        distinct = np.unique(drawn)
-        requests.append(rng.permutation(distinct))
-    return requests
+def print_tables(args: argparse.Namespace) -> None:
+    """Measures and prints the table."""
+    blocks, seconds = (3, 1.0) if args.quick else (5, 3.0)
+    print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; {blocks} blocks of {seconds:g} s of each kind")
+    variants = [name for name in args.variants if hasattr(fleet, NEEDS.get(name, "fleet"))]
+    for name in args.variants:
+        if name not in variants:
+            print(f"{VARIANTS[name]}: left out, this version has no fleet.{NEEDS[name]}")
+    rows: list[Row] = []
+    for num_tables in args.tables:
+        num_ids = args.vocabulary // num_tables if args.vocabulary else 40_000
+        sizes = args.batches or [100]
+        case = Case(tables=num_tables, ids=num_ids, batches=sizes, blocks=blocks, seconds=seconds, servers=args.servers)
+        if args.torchrec:
+            rows += rows_of_job(case, TORCHREC, torchrec_job(case, args.torchrec))
+        for mode in args.modes or MODES:
+            for name in variants:
+                workers = job("_tables_fleet.py", case.settings(mode, name), args.servers)
+                rows += rows_of_job(case, f"{mode}, {VARIANTS[name]}", workers)
+    print(markdown(HEADER, [row.cells(rows) for row in rows]))
+    if not args.torchrec:
+        print(f"{TORCHREC}: not measured, needs --torchrec PYTHON; _ps_tables.py says how to make its environment.")
 
 
-def _report(table: SparseTable, rows: int, ids: str, fill: float, rounds: int) -> dict[str, float]:
-    requests = _requests(rows, ids)
-    longest = max(map(len, requests))
-    out, gradients = np.empty((longest, DIM), np.float32), np.full((longest, DIM), 1e-3, np.float32)
-    packed = np.ones((rows, DIM), np.float32)
-    spent: dict[str, list[tuple[float, float]]] = {"gather": [], "pull": [], "push": []}
-    for number in range(rounds * REQUESTS):
-        places = requests[number % REQUESTS]
-        keys, older = places * SPREAD, requests[(number + REQUESTS // 2) % REQUESTS] * SPREAD
-        _add(spent["gather"], len(keys), partial(np.take, packed, places, 0, out[: len(keys)], "clip"))
-        _add(spent["pull"], len(keys), partial(table.pull, keys, out[: len(keys)]))
-        _add(spent["push"], len(older), partial(table.push, older, gradients[: len(older)]))
-    rate = {name: 1e-6 / float(np.median([cpu for cpu, _ in values])) for name, values in spent.items()}
-    best = {name: 1e-6 / min(wall for _, wall in values) for name, values in spent.items()}
-    few = [(places[:300] * SPREAD).copy() for places in requests]
-    step, _ = _seconds(lambda: [(table.pull(keys, out[:300]), table.push(keys, gradients[:300])) for keys in few])
-    cells = [f"{rate[name]:6.1f} ({best[name]:5.1f})" for name in spent]
-    print(
-        f"{rows:>9} {ids:>8} {table.memory_bytes / table.num_rows:6.0f} {fill:6.2f} |"
-        f" {' '.join(f'{cell:>14}' for cell in cells)} M rows/s"
-        f" | {rate['pull'] / rate['gather']:11.2f} {rate['push'] / rate['gather']:11.2f}"
-        f" | {step / len(few) * 1e6:10.1f}"
-    )
-    return {**rate, "row_bytes": table.memory_bytes / table.num_rows}
+def torchrec_job(case: Case, python: str) -> list[Worker]:
+    """Runs two workers of TorchRec with the interpreter ``python``; returns what they wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, settings = str(HERE / "_tables_torchrec.py"), json.dumps({**case.settings(), "folder": folder})
+        local = {"LOCAL_WORLD_SIZE": str(NUM_WORKERS), "OMP_NUM_THREADS": "1"}
+        workers = []
+        for rank in range(NUM_WORKERS):
+            with Path(folder, f"log.{rank}").open("w") as log:
+                command = [python, script, settings, str(rank)]
+                environment = {**os.environ, **local, "LOCAL_RANK": str(rank)}
+                workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
+            logs = [Path(folder, f"log.{rank}").read_text()[-2000:] for rank in range(NUM_WORKERS)]
+            raise SystemExit("\n".join([f"{TORCHREC}: the workers ended with {codes}", *logs]))
+        print(f"{TORCHREC}: {Path(folder, 'plan.0').read_text()}")
+        return written(folder)
 
 
-def _add(spent: list[tuple[float, float]], n: int, run: Callable[[], object]) -> None:
-    cpu, wall = _seconds(run)
-    spent.append((cpu / n, wall / n))
+@dataclass(frozen=True)
+class Row:
+    """The blocks of both workers on the servers and in plain torch, in pairs."""
+
+    what: str
+    case: Case
+    size: int
+    served: list[tuple[Block, ...]]
+    plain: list[tuple[Block, ...]]
+
+    def rate(self, both: tuple[Block, ...]) -> float:
+        """Returns the samples per second of both workers."""
+        return sum(self.size * worker["steps"] / worker["wall_s"] for worker in both)
+
+    def rows_per_processor_s(self, both: tuple[Block, ...]) -> float:
+        """Returns the ids looked up per second of processor time of all processes."""
+        return self.size * self.case.tables * 1e6 / job_us(both)
+
+    def cells(self, rows: Sequence[Row]) -> list[str]:
+        """Returns the cells of the row; those of fewer tables are among ``rows``."""
+        rates = [[self.rate(both) for both in blocks] for blocks in (self.served, self.plain)]
+        times = [[job_us(both) for both in blocks] for blocks in (self.served, self.plain)]
+        own, servers = median(map(own_us, self.served)), median(map(servers_us, self.served))
+        return [
+            f"{self.case.tables} tables, batch {self.size}: {self.what}",
+            spread(rates[0], 0),
+            spread(rates[1], 0),
+            spread(ratios(*rates), 2),
+            spread(ratios(times[1], times[0]), 2),
+            f"{own:.0f} + {servers:.0f}; {median(map(own_us, self.plain)):.0f}",
+            self.messages(),
+            self.rows_cell(rows),
+        ]
+
+    def messages(self) -> str:
+        """Returns the messages that a worker sends a server in a step."""
+        if "messages" not in self.served[0][0]:
+            return "-"
+        counts = [worker["messages"] / worker["steps"] / self.case.servers for both in self.served for worker in both]
+        return f"{median(counts):.1f}"
+
+    def rows_cell(self, rows: Sequence[Row]) -> str:
+        """Returns the ids looked up per second, and the share of it that the smallest number of tables has."""
+        rate = self.case.tables * median(map(self.rate, self.served))
+        least = min(
+            (row for row in rows if (row.what, row.size) == (self.what, self.size)), key=lambda row: row.case.tables
+        )
+        if least is self:
+            return f"{rate / 1e3:.0f}k"
+        by_clock = rate / least.case.tables / median(map(least.rate, least.served))
+        by_processor = median(map(self.rows_per_processor_s, self.served)) / median(
+            map(least.rows_per_processor_s, least.served)
+        )
+        return f"{rate / 1e3:.0f}k = {by_clock:.2f} of {least.case.tables} tables, {by_processor:.2f} by processor time"
 
 
-def _seconds(run: Callable[[], object]) -> tuple[float, float]:
-    cpu, wall = time.thread_time(), time.perf_counter()
-    run()
-    return time.thread_time() - cpu, time.perf_counter() - wall
+def rows_of_job(case: Case, what: str, workers: list[Worker]) -> list[Row]:
+    """Returns the rows of a job, and prints them at once, so that a long run shows where it is."""
+    rows = []
+    for size in case.batches:
+        kinds = [
+            list(zip(*(worker[str(size)][kind] for worker in workers), strict=True)) for kind in ("served", "plain")
+        ]
+        rows.append(Row(what, case, size, *kinds))
+    for row in rows:
+        print(" | ".join(row.cells(rows)[:6]) + f" | load {os.getloadavg()[0]:.1f}", flush=True)
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+def job_us(both: tuple[Block, ...]) -> float:
+    """Returns the processor time of all processes per step of a worker."""
+    return own_us(both) + servers_us(both)
+
+
+def own_us(both: tuple[Block, ...]) -> float:
+    """Returns the processor time of the workers per step of a worker."""
+    return 1e6 * sum(worker["own_s"] for worker in both) / sum(worker["steps"] for worker in both)
+
+
+def servers_us(both: tuple[Block, ...]) -> float:
+    """Returns the processor time of the servers, which worker 0 has read, per step of a worker."""
+    return 1e6 * both[0].get("servers_s", 0.0) / sum(worker["steps"] for worker in both)

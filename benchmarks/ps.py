@@ -1,14 +1,15 @@
-"""The parameter server in one table: tables, wire, memory, and training as a script meets it.
+"""The parameter server in one table: kernels, wire, memory, and training as a script meets it.
 
     python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
     python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
-    python benchmarks/ps.py --only training  # or: tables, wire, script, publish, serving
+    python benchmarks/ps.py --only training  # or: kernels, wire, script, publish, serving
+    python benchmarks/ps.py --only tables    # models with one table a feature: seven minutes, two with --quick
     python benchmarks/ps.py --only script --data PATH  # the untuned script, on files in Criteo's format
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
     python benchmarks/ps.py --only standby   # what a standby costs its server: a minute or two
     python benchmarks/ps.py --only scale     # what shards that can move cost, and steps while they do: a minute
 
-Tables: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
+Kernels: pull and push of dim 16 with Adagrad in one thread, in turn with a bare gather, and the memory of a row. Wire:
 one client and one server process over loopback, in turn with the same bytes without a server and the same table calls
 without a wire; and the same with the seals of its messages and without.
 
@@ -23,6 +24,10 @@ Script: the same model as FleetX's users write it, ``nn.Embedding(1000001, 10, s
 one after the other in each mode. Samples per second and processor time per step are those of one worker, the mean of
 both, and plain torch is one process alone. Beside sync: two processes that exchange the dense gradients of each step
 through one memory and do nothing else, which says what the machine allows at that moment.
+
+Tables: 26 tables of 40,000 ids by Zipf's law, rows of 12, two layers of 400, Adagrad, batch 100: two workers beside two
+processes of plain torch in turn, and TorchRec on the same with ``--torchrec PYTHON`` (``_ps_tables.py`` says how to
+install it). ``--tables`` takes other numbers of tables, also several; ``--vocabulary`` counts the ids of all tables.
 """
 
 from __future__ import annotations
@@ -33,16 +38,16 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _ps_job import HERE, job  # noqa: E402
+from _ps_tables import add_arguments, print_tables  # noqa: E402
 from _table import markdown, ratios, spread  # noqa: E402
 
-HERE = Path(__file__).parent
-PARTS = ("training", "script", "large", "standby", "scale", "tables", "wire", "publish", "serving")
+PARTS = ("training", "script", "large", "standby", "scale", "tables", "kernels", "wire", "publish", "serving")
 # Samples per second of both workers of Paddle 2.6.2 with one server and two workers, as recorded on another day on a
 # machine of this kind (2 shared cores), on the 200 rows of the seed's sample.
 PADDLE = {
@@ -78,10 +83,10 @@ def part_json(script: str, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def table_rows(rows: int, rounds: int) -> list[list[str]]:
+def kernel_rows(rows: int, rounds: int) -> list[list[str]]:
     """Returns the rows on tables without a wire."""
     cells = []
-    found = part_json("_ps_tables.py", "--rows", str(rows), "--rounds", str(rounds))
+    found = part_json("_ps_kernels.py", "--rows", str(rows), "--rounds", str(rounds))
     for case in found:
         for name, of_study in STUDY.items():
             share = case[name] / case["gather"]
@@ -223,18 +228,6 @@ def bare_rows(batches: list[int], rounds: int) -> list[list[str]]:
     return cells
 
 
-def job(script: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one server and two workers of a script of this folder; returns what the workers wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m", "fleet.launch", "--server_num=1", "--worker_num=2", f"--log_dir={folder}/log"]
-        command = [*launcher, str(HERE / script), json.dumps({**settings, "folder": folder})]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{settings['mode']}: the job ended with {done.returncode}\n{done.stdout[-4000:]}")
-        return [json.loads(Path(folder, f"samples.{rank}.json").read_text()) for rank in (0, 1)]
-
-
 def training_cells(mode: str, size: int, served: Blocks, plain: Blocks) -> list[list[str]]:
     """Returns the rows of one case; a block has the rates of both workers and the processor times of both."""
     rates = [[sum(rates) for rates, _ in blocks] for blocks in (served, plain)]
@@ -259,39 +252,53 @@ def job_us(rates: tuple[float, ...], times: tuple[float, ...]) -> float:
     return sum(rate * time for rate, time in zip(rates, times, strict=True)) / sum(rates)
 
 
-def main() -> None:
-    """Prints the table."""
+def arguments() -> argparse.Namespace:
+    """Returns the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks, smaller tables")
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--batches", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, "hybrid"), help="hybrid: --only tables")
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes (default: 10 100 1000; tables: 100)")
     parser.add_argument(
         "--data", help="files in Criteo's format for the script (default: rows of that shape are drawn)"
     )
-    parser.add_argument("--vocabulary", type=int, default=1_000_000)
+    parser.add_argument("--vocabulary", type=int, help="ids in all (default: 1,000,000; tables: 40,000 a table)")
     parser.add_argument("--rows", type=int, default=50_000_000, help="rows of --only large (default: %(default)s)")
+    add_arguments(parser)
     args = parser.parse_args()
+    wrong = {"merged"} if args.only == "tables" else {"hybrid"}
+    if wrong & set(args.modes or ()):
+        parser.error(f"--modes {' '.join(wrong)}: --only {args.only} has no such row")
+    return args
+
+
+def main() -> None:
+    """Prints the table."""
+    args = arguments()
+    if args.only == "tables":
+        print_tables(args)
+        return
     if args.only in ("large", "standby", "scale"):  # print themselves
         own = [str(args.rows)] if args.only == "large" else ["--pushes", "500"] if args.quick else []
         subprocess.run([sys.executable, str(HERE / f"_ps_{args.only}.py"), *own], check=True)
         return
+    modes, batches, vocabulary = args.modes or MODES, args.batches or [10, 100, 1000], args.vocabulary or 1_000_000
     blocks, seconds = (3, 1.0) if args.quick else (9, 2.0)
     cells: list[list[str]] = []
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; {blocks} blocks of {seconds:g} s of each kind")
-    if args.only in (None, "tables"):
-        cells += table_rows(*((1_000_000, 3) if args.quick else (10_000_000, 5)))
+    if args.only in (None, "kernels"):
+        cells += kernel_rows(*((1_000_000, 3) if args.quick else (10_000_000, 5)))
     if args.only in (None, "wire"):
         cells += wire_rows(*((100_000, 3) if args.quick else (1_000_000, 7)))
     if args.only in (None, "publish"):
-        cells += publish_rows(blocks, seconds, args.vocabulary)
+        cells += publish_rows(blocks, seconds, vocabulary)
     if args.only in (None, "serving"):
         cells += serving_rows(*((200_000, 20) if args.quick else (1_000_000, 50)))
-    for mode in args.modes if args.only in (None, "training") else ():
-        cells += training_rows(mode, args.batches, blocks, seconds, args.vocabulary)
+    for mode in modes if args.only in (None, "training") else ():
+        cells += training_rows(mode, batches, blocks, seconds, vocabulary)
         print(f"{mode}: done, load {os.getloadavg()[0]:.1f}", flush=True)
-    for mode in args.modes if args.only in (None, "script") else ():
-        sizes = [size for size in args.batches if size < 1000]
+    for mode in modes if args.only in (None, "script") else ():
+        sizes = [size for size in batches if size < 1000]
         if mode == "sync":
             cells += bare_rows(sizes, blocks)
         if mode != "merged":  # is no setting that the script has
