@@ -30,7 +30,13 @@ class Bags:
     ids: Keys
     offsets: Keys | None
     shape: tuple[int, ...]
-    lengths: Keys  # ids per bag
+
+    @property
+    def lengths(self) -> Keys:
+        """How many ids each bag has, int64."""
+        if self.offsets is None:
+            return np.ones(len(self.ids), np.int64)
+        return np.diff(self.offsets, append=len(self.ids))
 
     def spread(self, values: Tensor, num_slots: int) -> NDArray[np.float32]:
         """Returns one number per id from one number per sample.
@@ -39,10 +45,11 @@ class Bags:
             ConfigError: the number of values is not the number of samples.
         """
         numbers = torch.as_tensor(values).detach().cpu().reshape(-1).to(torch.float32).numpy()
-        samples = len(self.lengths) // num_slots
+        lengths = self.lengths
+        samples = len(lengths) // num_slots
         if len(numbers) != samples:
             raise ConfigError(f"show and click have {len(numbers)} numbers for {samples} samples; give one for each.")
-        counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), self.lengths)
+        counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), lengths)
         return counts
 
     def without(self, padding_idx: int | None) -> Keys | None:
@@ -53,6 +60,14 @@ class Bags:
 
 class _Unfit(Exception):
     """Why ids cannot be taken apart."""
+
+
+def flat_ids(ids: Tensor, origin: str = "SparseEmbedding") -> Keys:
+    """Returns ``ids`` flat, int64 [n]; raises ConfigError unless they are integers."""
+    try:
+        return _flat(ids)
+    except _Unfit as reason:
+        raise ConfigError(f"{origin}: {reason}") from None
 
 
 def bags_of(
@@ -104,7 +119,7 @@ def _taken_apart(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: 
     if combiner == "none":
         if num_slots > 1 and (ids.ndim < 2 or ids.shape[-1] != num_slots):
             raise _Unfit(f"ids are {tuple(ids.shape)}; the last dim holds the {num_slots} slots.")
-        return Bags(flat, None, tuple(ids.shape), np.ones(len(flat), np.int64))
+        return Bags(flat, None, tuple(ids.shape))
     wanted = 2 if num_slots == 1 else 3
     if ids.ndim != wanted or (num_slots > 1 and ids.shape[1] != num_slots):
         form = "[batch, length]" if num_slots == 1 else f"[batch, {num_slots}, length]"
@@ -123,7 +138,7 @@ def keys_of_slots(bags: Bags, num_slots: int) -> Keys:
     if bags.offsets is None:
         slots = np.arange(len(bags.ids), dtype=np.uint64) % np.uint64(num_slots)
     else:
-        slots = np.repeat(np.arange(len(bags.lengths), dtype=np.uint64) % np.uint64(num_slots), bags.lengths)
+        slots = np.repeat(np.arange(len(bags.offsets), dtype=np.uint64) % np.uint64(num_slots), bags.lengths)
     keys: Keys = (bags.ids.view(np.uint64) + slots * _SLOT_FACTOR).view(np.int64)
     return keys
 
@@ -140,7 +155,7 @@ def combined(bags: Bags, present: Keys | None, rows: Tensor, places: Tensor, com
     """
     dim = rows.shape[1]
     if bags.offsets is None:
-        found = F.embedding(places, rows)
+        found = torch.embedding(rows, places)
         if present is not None:
             spread = rows.new_zeros(len(bags.ids), dim)
             found = spread.index_copy(0, torch.from_numpy(present).to(rows.device), found)
@@ -166,14 +181,13 @@ def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor
     if combiner == "none":
         if num_slots > 1:
             raise _Unfit("lists of ids in several slots need a combiner, 'sum' or 'mean'.")
-        return Bags(flat, None, (len(flat),), np.ones(len(flat), np.int64))
+        return Bags(flat, None, (len(flat),))
     return bags
 
 
 def _bags(flat: Keys, starts: Keys, num_slots: int) -> Bags:
-    lengths = np.diff(starts, append=len(flat))
     shape = (len(starts),) if num_slots == 1 else (len(starts) // num_slots, num_slots)
-    return Bags(flat, starts, shape, lengths)
+    return Bags(flat, starts, shape)
 
 
 def _as_tensor(part: Any) -> Tensor:
@@ -192,7 +206,7 @@ def _flat(ids: Tensor) -> Keys:
     if ids.dtype not in _WHOLE and ids.dtype is not torch.uint64:
         raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
     same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()
-    flat: Keys = same_bits.reshape(-1).to("cpu", torch.int64).contiguous().numpy()
+    flat: Keys = np.ascontiguousarray(same_bits.to("cpu", torch.int64).numpy()).reshape(-1)
     return flat
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, keys_of_slots
+from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, flat_ids, keys_of_slots
 from fleet.ps.embeddings.lookup import LocalRows, RowLookup
-from fleet.ps.embeddings.served_weight import WatchesWeight
+from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.bounds import bounds_of
 from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry, ShowClickEntry
@@ -219,8 +219,8 @@ class SparseEmbedding(WatchesWeight):
         """Returns the keys that a forward with ``ids`` looks up, also of flat ids whose offsets are elsewhere."""
         if self.separate_slots:
             return self._present(*self._bags(ids, None))
-        bags = bags_of(ids.reshape(-1), None, "none", 1)
-        return self._present(bags, bags.ids)
+        flat = flat_ids(ids)
+        return flat if self.padding_idx is None else flat[flat != self.padding_idx]
 
     def load(self, dirname: str, name: str | None = None) -> int:
         """Reads the rows of a save into this process, for prediction; returns how many were read.
@@ -282,19 +282,21 @@ class SparseEmbedding(WatchesWeight):
         )
 
     def _combined(self, bags: Bags, keys: np.ndarray, shows: Any, clicks: Any) -> Tensor:
-        device = self.weight.device
+        with as_plain():
+            device = self.weight.device
+            is_trained = self.weight.requires_grad
         present = bags.without(self.padding_idx)
         if present is not None:
             keys = keys[present]
             shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
         if self.lookup.source is None:
             self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
-        rows, places = self.lookup.find(
-            np.ascontiguousarray(keys), device, shows, clicks, trained=self.weight.requires_grad
-        )
+        rows, places = self.lookup.find(np.ascontiguousarray(keys), device, shows, clicks, trained=is_trained)
         return combined(bags, present, rows, places, self.combiner)
 
     def _counts(self, bags: Bags, show: Tensor | None, click: Tensor | None) -> tuple[Any, Any]:
+        if show is None and click is None and not isinstance(self.entry, ShowClickEntry):
+            return None, None
         if isinstance(self.entry, ShowClickEntry) and (show is None or click is None):
             raise ConfigError(
                 f"{self.lookup.label} has {self.entry.to_attr()!r}; call it with show= and click=, one "

