@@ -13,6 +13,7 @@ from fleet.common.log import LOGGER
 from fleet.dataset.base import DatasetBase, read_samples
 from fleet.dataset.batch import Batch, batch_of
 from fleet.dataset.dataset_settings import MEMORY_OPTIONS, DatasetSettings
+from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.samples import Ints, Samples, empty_samples
 from fleet.dataset.shuffle import choose_workers, exchange_samples, merge_by_id, random_places, replaced_places
 from fleet.dataset.source import Source
@@ -284,6 +285,9 @@ class InMemoryDataset(DatasetBase):
         return -(-len(self._order) // self._settings.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        yield from with_rows(self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
         samples, form = self._need_samples("iteration")
         # As they are now: a shuffle during the loop begins with the next one.
         order = self._order

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fleet.dataset.dataset_settings import check_integers
 from fleet.dataset.parquet_files import OFFSETS, ParquetFiles, found_files
+from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.workers import data_place, listened_batches
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import FeatureColumn, of_one_width
@@ -280,7 +281,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if get_worker_info() is not None:
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
-        yield from listened_batches(self, self._batches())
+        yield from with_rows(listened_batches(self, self._batches()))
 
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         session = running_session()

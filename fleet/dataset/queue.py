@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from fleet.common.own_thread import OwnThread
 from fleet.dataset.base import DatasetBase, read_samples
 from fleet.dataset.batch import Batch, batch_of
+from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.samples import Samples
 from fleet.dataset.source import Source
 from fleet.dataset.text import TextForm
@@ -44,6 +45,9 @@ class QueueDataset(DatasetBase):
         raise NotImplementedError("QueueDataset does not hold its samples, so it cannot shuffle; use InMemoryDataset.")
 
     def __iter__(self) -> Iterator[Batch]:
+        yield from with_rows(self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
         form, source = self._start_reading()
         size = self._settings.batch_size
         kept: list[Samples] = []

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from fleet.common.log import LOGGER
 from fleet.dataset.dataset_settings import check_integers
+from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.stream_source import Event, ReplayableSource, StreamReader, StreamSource
 from fleet.dataset.workers import data_place, listened_batches
 from fleet.errors import CheckpointError, ConfigError, FleetError
@@ -149,7 +150,7 @@ class StreamDataset(IterableDataset[Any]):
                 "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
                 "while the step before them is computed on the servers."
             )
-        yield from listened_batches(self, self._in_turn())
+        yield from with_rows(listened_batches(self, self._in_turn()))
 
     def _in_turn(self) -> Iterator[Any]:
         """Yields the batches for the loop, those of ranks that were lost among them."""

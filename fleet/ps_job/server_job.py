@@ -165,8 +165,13 @@ class ServerJob:
             self._stop_metrics()
             self._stop_embedded()
 
-    def prefetch(self, loader: Iterable[Any]) -> Prefetched:
+    def prefetch(self, loader: Iterable[Any], *, may_read_ahead: bool = True) -> Prefetched:
         """Returns the batches of ``loader``; while a trainer is connected, their rows are requested in advance.
+
+        Args:
+            loader: any iterable.
+            may_read_ahead: where the mode allows it, read one batch ahead of the loop; lookups whose ids are in no
+                batch are said.
 
         Raises:
             NotInitializedError: by the loop, before training was started.
@@ -179,8 +184,9 @@ class ServerJob:
                 return None
             if trainer not in made:
                 modules = {part.table_id: part.modules for part in trainer.plan.sparse}
-                made[trainer] = BatchRows(modules, trainer.request_rows, self._job.say)
-            return made[trainer], trainer.may_read_ahead
+                say = self._job.say if may_read_ahead else lambda line: None
+                made[trainer] = BatchRows(modules, trainer.request_rows, say)
+            return made[trainer], may_read_ahead and trainer.may_read_ahead
 
         return Prefetched(loader, connected)
 
