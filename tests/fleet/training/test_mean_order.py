@@ -53,8 +53,16 @@ def train(terms: Callable[[Tensor, bool], Tensor], odd_step: int) -> None:
         optimizer.zero_grad()
 
 
-def evaluate() -> None:
-    """Takes means without gradients, of which a worker leaves one out late."""
+def evaluate() -> str:
+    """Takes means without gradients, of which a worker leaves one out late; returns what it is told."""
+    try:
+        take_means()
+    except FleetError as error:
+        return str(error)
+    return ""
+
+
+def take_means() -> None:
     start({})
     for _ in range(70):
         fleet.mean(torch.ones(()), 1)
@@ -67,11 +75,12 @@ def evaluate() -> None:
 def loops(rank: int, world_size: int) -> dict[str, str]:
     cases = [(terms, step) for terms in (alike, without_rows, swapped) for step in (0, 1)] + [(branched, 0)]
     found = {f"{terms.__name__} {step}": message(lambda t=terms, s=step: train(t, s)) for terms, step in cases}
-    return found | {"evaluated": message(evaluate)}
+    return found | {"evaluated": evaluate()}
 
 
 def test_workers_at_unlike_means_are_told_where_they_are() -> None:
     """By a meeting in the first update, and by the marks of exchanges later."""
+    told = 0
     for found in run_workers(loops, 2, backend=None):
         for terms in ("alike", "without_rows"):
             assert found[f"{terms} 0"] == found[f"{terms} 1"] == ""
@@ -83,8 +92,12 @@ def test_workers_at_unlike_means_are_told_where_they_are() -> None:
             assert "`loss = fleet.mean(out.square().sum(), 3)`" in text
         assert "rank 0: backward(), after call 1 since the last update, " in found["branched 0"]
         assert "rank 1: fleet.mean(), call 2 since the last update, " in found["branched 0"]
-        assert "rank 0: fleet.mean(), call 72 since" in found["evaluated"]
-        assert "`fleet.mean(torch.ones(()), 2)`" in found["evaluated"]
+        text = found["evaluated"]
+        if "which serves the rendezvous, has ended" not in text:  # worker 0 had read the account, raised and left
+            assert "rank 0: fleet.mean(), call 72 since" in text
+            assert "`fleet.mean(torch.ones(()), 2)`" in text
+            told += 1
+    assert told
 
 
 def late(rank: int, world_size: int) -> str:
