@@ -9,7 +9,7 @@ from fleet.verify.incomparable_runs import NotComparable, no_update_reason
 from fleet.verify.number_findings import Comparison
 from fleet.verify.paired_runs import Run, VerifyRequest
 from fleet.verify.report import Finding
-from fleet.verify.run_comparison import _idle_options, _Judge, _takes_turns, compare_runs
+from fleet.verify.run_comparison import _could_be_rounding, _idle_options, _Judge, _takes_turns, compare_runs
 
 FOLDER = Path(__file__).parent
 
@@ -163,3 +163,19 @@ def test_draws_that_one_process_was_not_given_are_no_mistake_of_the_script(
     """A model that flattens padded batches has a mask for each place of them."""
     with pytest.raises(NotComparable, match="could not be given what the workers drew with dropout"):
         compared(tmp_path, monkeypatch, [], drawn=["dropout"])
+
+
+@pytest.mark.parametrize(
+    ("cause", "step", "tensor", "could_be"),
+    [
+        ("unknown", 1, "gradient of w", True),
+        ("batchnorm-statistics", 3, "output", True),
+        ("batchnorm-statistics", 1, "output", False),
+        ("gradients-summed", 3, "gradient of w", False),
+    ],
+)
+def test_a_module_whose_outputs_come_apart_after_an_update_may_show_rounding_errors(
+    cause: str, step: int, tensor: str, could_be: bool
+) -> None:
+    """Which differences grow to what is compared at depends on the machine's sums, so the rule is tested by itself."""
+    assert _could_be_rounding(Finding(cause=cause, sentence="", step=step, tensor=tensor)) is could_be
