@@ -283,16 +283,28 @@ def _has_ended(process: int) -> bool:
 
 
 def _is_ready(process: int) -> bool:
-    """Returns whether a process would go on if it had a core or its disk: on a busy machine it may get next to none."""
-    return _facts(process)[0] in "RD"
+    """Returns whether a thread would go on if it had a core or its disk: on a busy machine it may get next to none.
+
+    The main thread of a worker waits while other threads of it exchange a gradient.
+    """
+    states = []
+    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            states.append(_fields(thread)[0])
+    return "R" in states or "D" in states
 
 
 def _facts(process: int) -> list[str]:
     """Returns what the system says of a process, its state first; the starter keeps one that has ended as a zombie."""
     try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return _fields(Path(f"/proc/{process}/stat"))
     except OSError:
         return ["X", *["0"] * 20]
+
+
+def _fields(stat: Path) -> list[str]:
+    """Returns the fields of a stat file after the name of the program, which may hold blanks."""
+    return stat.read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _stacks(run: Run, processes: Sequence[int], over: Sequence[bool]) -> dict[int, list[str]]:

@@ -67,7 +67,19 @@ def test_processes_end_with_their_starter(tmp_path: Path) -> None:
     assert _has_ended(process)
 
 
-@pytest.mark.parametrize(("text", "is_ready"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
+_BUSY_THREAD = """
+import threading
+thread = threading.Thread(target=exec, args=("while True: pass",))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ready"),
+    [("while True: pass", True), (_BUSY_THREAD, True), ("import time; time.sleep(60)", False)],
+    ids=["main thread", "other thread", "none"],
+)
 def test_a_process_without_a_core_does_not_wait(text: str, is_ready: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-S", "-c", f"print(flush=True)\n{text}"], stdout=subprocess.PIPE
