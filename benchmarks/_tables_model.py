@@ -20,8 +20,9 @@ DIM, WIDTHS = 12, (400, 400)
 SAMPLES = 32_768
 EXPONENT = 1.2
 RATE = 0.01
-# Steps at the start of a block that are not counted: after them the queues of an async worker are as full as they stay.
-UNCOUNTED = 20
+# Steps at the start of a block that are not counted: caches are warm then. After more of them the queues of an async
+# worker are as full as they stay.
+UNCOUNTED, UNCOUNTED_ASYNC = 3, 20
 Ids = dict[str, Tensor]
 Batch = tuple[Any, Tensor]
 Gauges = Mapping[str, Callable[[], float]]
@@ -109,18 +110,19 @@ def block(
     gauges: Gauges,
     seconds: float = float("inf"),
     steps: float = float("inf"),
+    uncounted: int = UNCOUNTED,
 ) -> Measured:
     """Trains for a time or for a number of steps; returns steps, seconds, and by how much each gauge has grown."""
     done = 0
     start = limit = 0.0
     before: Measured = {}
     for number, batch in enumerate(loader):
-        if number == UNCOUNTED:
+        if number == uncounted:
             before = {name: read() for name, read in gauges.items()}
             start = time.perf_counter()
             limit = start + seconds
         step(batch)
-        if number >= UNCOUNTED:
+        if number >= uncounted:
             done += 1
             if done >= steps or time.perf_counter() >= limit:
                 break
