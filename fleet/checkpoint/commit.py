@@ -98,6 +98,7 @@ def write_share(
         if share.rank == 0:
             remove_leftovers(folder, share.token)
         record = _written(folder, share, data, meet)
+        # The data file is on the disk now, and worker 0 takes the record as proof of that.
         if share.rank:
             folder.put(share.record_name(share.rank), record.to_json().encode())
     except Exception as error:  # a store has errors of its own, and the other workers must hear of all of them
@@ -145,6 +146,7 @@ def _commit(
     meet("save.rename")
     folder.put(INDEX, index.to_json().encode())
     meet("save.renamed")
+    # Until the index was replaced, the files of the checkpoint before were those that count.
     remove_unnamed(folder, index)
 
 

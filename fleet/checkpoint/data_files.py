@@ -98,6 +98,8 @@ def make_header(blocks: Sequence[FileBlock], metadata: dict[str, str] | None = N
         begins.append(begin)
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data of a large file begins where a block of sums does, so that blocks and tensors share boundaries, see
+    # file_order().
     text += b" " * (-(len(text) + 8) % (_ALIGNMENT if begin < _LARGE_BYTES else BLOCK_BYTES))
     start = len(text) + 8
     return struct.pack("<Q", len(text)) + text, [start + begin for begin in begins]

@@ -257,6 +257,7 @@ def gathered(pending: PendingShare | None, problem: str, group: StateGroup, call
                 written.append((block, sent))
     if group.rank != group.ranks[0]:
         return None
+    # The blocks of all workers need the order of one file, which write_share() asks for.
     written.sort(key=lambda pair: file_order(pair[0]))
     share = Share("", 0, 1, [block for block, _ in written], index.values, index.aliases, index.job)
     return PendingShare(share, written)

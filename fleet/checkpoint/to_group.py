@@ -320,6 +320,7 @@ def interleaved(lists: Sequence[Sequence[str]]) -> list[str]:
     for names in lists[1:]:
         known = set(found)
         place = len(found)
+        # From the end: a new name goes right before the known name that follows it in its own list.
         for name in reversed(names):
             if name in known:
                 place = found.index(name)
@@ -371,6 +372,7 @@ class GroupSource(StateSource):
     def are_equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """Returns for each of ``pairs`` whether the two tensors are equal."""
         everyones = [[tuple(pair) for pair in posted] for posted in self._group.post(list(pairs))]
+        # Each worker may ask for other pairs, so the first worker compares those of all.
         asked = list(dict.fromkeys(pair for posted in everyones for pair in posted))
         found = dict(zip(asked, self._first(lambda saved: saved.are_equal(asked)) or (), strict=True)) if asked else {}
         return [found[pair] for pair in pairs]

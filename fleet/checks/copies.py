@@ -107,6 +107,7 @@ class Copies(Listener):
         if watched.trains_locally:
             if any(stepped.is_out_of_step for stepped in self._job.optimizers):
                 return
+            # Every worker has taken part in the average that has just ended, and had posted before it.
             if self._posted is not None:
                 self._compare(self._posted)
         # The first updates one by one, later at multiples of ``every``: all workers post after the same updates.
@@ -143,6 +144,8 @@ class Copies(Listener):
             "device": self._device(),
             "buffers": digest({f"{n}": _layout(model) for n, model in enumerate(self._watched.models)}),
         }
+        # A sketch reads all parameters: the first update has one, before it is known whether devices are unlike, and
+        # later ones only where they are.
         if update == 1 or self._unlike:
             parameters = [tensor for name, tensor in tensors.items() if tensor.is_floating_point()]
             said["sketch"] = sketch(parameters)
@@ -288,6 +291,8 @@ def _signs_on(device: torch.device) -> Tensor:
 
 def distance_of(one: Sequence[float], other: Sequence[float]) -> float:
     """Returns the approximate distance between the tensors of two sketches, as a share of their norm."""
+    # The square of a sum with random signs has the sum of squares as its mean: Alon, Matias and Szegedy, 1996, The
+    # space complexity of approximating the frequency moments.
     squares = [(a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)]
     return float((sum(squares) / max(len(squares), 1)) ** 0.5 / max(one[0], 1e-30))
 

@@ -189,6 +189,7 @@ class Checkpoint(PeriodicSave):
             )
         self._session.job.beat(pause=True)
         self._session.job.meet("Checkpoint.resume()")
+        # A save under way ends first, or this would load the checkpoint before it.
         self._raise_on_all(self._background.finish())
         restore = Restore(self._session.job, self.path, self._model, self._chain)
         found = restore.find()
@@ -267,6 +268,7 @@ class Checkpoint(PeriodicSave):
             "name": "" if stranger else self._next_name(),
             "step": self.step,
             "own": self._session.job.world_size > 1 and bool(getattr(chain, "has_own_state", False)),
+            # The token of worker 0 counts on all workers: it names the files of this save.
             "token": secrets.token_hex(6),
             "data": self._position(),
             "random": random_states(),

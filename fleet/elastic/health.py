@@ -87,6 +87,7 @@ class Agreement:
     def _decide(self, store: dist.Store, step: int) -> None:
         if self._rank == 0:
             if store.check([f"heard/{rank}" for rank in range(self._world_size)]):
+                # Worker 0 has not begun the next step, so nobody has finished it.
                 self._stop_at = step + 1
                 store.set("stop_at", f"{self._stop_at}")
         elif store.check(["stop_at"]):

@@ -186,6 +186,7 @@ class Restore:
 
         reports = self._gathered(read)
         damaged = [damage for damage, _, _ in reports if damage]
+        # A misfit is no damage: load() refuses it, where an older checkpoint would hide a wrong model.
         found.misfits = next((misfits for _, _, misfits in reports if misfits), [])
         if damaged or not any(is_blind for _, is_blind, _ in reports):
             return damaged
@@ -211,6 +212,7 @@ class Restore:
         try:
             with group.together():
                 self._open_source(found, lambda index: GroupSource(index, f"{path}", group, saved=saved), text)
+        # A worker has failed for another reason than this checkpoint, so the one before would not help.
         except ForeignError:
             raise
         except CheckpointError as error:
@@ -318,6 +320,7 @@ class Restore:
         problem = ""
         try:
             content = call()
+        # The error travels in the report, for the others wait in all_gather().
         except Exception as error:
             if self._job.world_size == 1:
                 raise

@@ -90,6 +90,7 @@ class ElasticSampler(Sampler[int]):
     @property
     def done(self) -> int:
         """How many samples of this epoch all workers have used in total."""
+        # The last turn may repeat samples, so that all workers get equally many.
         return min(self._start + self._recorded * self.num_workers, self.num_samples)
 
     def set_epoch(self, epoch: int) -> None:
@@ -248,6 +249,7 @@ class ElasticSampler(Sampler[int]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_samples))
+        # The seed is that of DistributedSampler, so any number of workers draws the same order.
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
         order: list[int] = torch.randperm(self.num_samples, generator=generator, device="cpu").tolist()

@@ -122,6 +122,7 @@ def check_cards(store: dist.Store, meeting: Meeting, own: str) -> None:
     """Raises ConfigError where workers share a GPU, which NCCL refuses without saying so; ``own`` names this one's."""
     names = [f"fleet/card/{rank}" for rank in range(meeting.world_size)]
     store.set(names[meeting.global_rank], own)
+    # multi_get() waits until every rank has set its card.
     cards = store.multi_get(names)
     if len(set(cards)) == len(cards):
         return

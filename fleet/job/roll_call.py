@@ -73,6 +73,7 @@ class RollCall:
         prefix = f"fleet/roll_call/{store.add(f'fleet/roll_calls/{global_rank}', 1)}"
         self._store = dist.PrefixStore(prefix, store)
         self._root = store
+        # A restarted worker posts restarted_key() to the store itself, outside of every prefix.
         while isinstance(self._root, dist.PrefixStore):
             self._root = self._root.underlying_store
         self.global_rank = global_rank
@@ -242,6 +243,7 @@ class RollCall:
                 self._check_calls({rank: json.loads(self._store.get(names[rank])) for rank in present})
                 absent = [rank for rank in names if rank not in present]
                 gone = any(self._store.check([f"left/{rank}"]) for rank in absent)
+                # A worker may have posted its call between the look above and its end.
                 if gone and not self._store.check(list(names.values())):
                     self._refuse(call, where, absent, self.whereabouts())
                 self._refuse_restarted(f"{call} at {where}", absent)
@@ -337,6 +339,7 @@ class RollCall:
         found = self.whereabouts()
         if not can_go_on(found, self._limit_s / 2):
             self._refuse(call, where, absent, found)
+        # All workers that wait know the same, so one of them logs it.
         if self.global_rank == present[0]:
             places = self._account({rank: found[rank] for rank in absent})
             LOGGER.warning(

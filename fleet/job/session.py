@@ -286,6 +286,7 @@ class Session:
         chain = optimizer
         for strategy in sorted(self.strategies, key=lambda s: s.stage.of_optimizer):
             chain = _returned(strategy.wrap_optimizer(chain), strategy, "wrap_optimizer")
+        # Step counters are outermost: they decide which calls of step() reach the others as updates.
         for strategy in self.strategies:
             if isinstance(strategy, StepCounter):
                 chain = strategy.wrap_steps(chain)

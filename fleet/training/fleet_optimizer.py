@@ -195,6 +195,7 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
             raise ConfigError(f"set_lr() takes a number of at least 0, got {value!r}.")
         for group in self.param_groups:
             rate = float(value) * group.get("lr_factor", 1.0)
+            # Captured and compiled steps read the rate from this tensor, so another one would change nothing there.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:

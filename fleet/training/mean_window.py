@@ -216,6 +216,7 @@ class Window:
         """Goes on with the waiting batches that :meth:`noted` described."""
         total, count, scale = noted.tolist()
         self.end_update()
+        # The waiting batches count as one pass: their gradients are one sum with one scale.
         self.passes = 1
         self.counted = Counted(Sums(total, count))
         self._scale = scale
@@ -356,6 +357,7 @@ class Window:
         return self.passes == 1 and call.everywhere is not None
 
     def _multiply(self, call: Call, scale: Any) -> None:
+        # A pass that stays on this worker keeps the scale; the next exchange corrects it, see [Note: The mean so far].
         if self.passes == 1 or self._scale is None or call.everywhere is None:
             return
         if self.is_foreign:

@@ -185,6 +185,7 @@ class UpdateMeans(Listener):
     def _check_alike(self, giving: Any, axes: Sequence[str]) -> None:
         """Raises ConfigError on all workers unless the number ``giving`` update_count is all of them, or none."""
         workers = self._job.axes.size(*axes)
+        # On an accelerator ``giving`` is a tensor, and reading it would wait for every kernel before.
         if isinstance(giving, float) and 0 < giving < workers:
             raise ConfigError(
                 f"fleet.mean(): {giving:.0f} of {workers} workers gave update_count for the same call. Let all of them "
@@ -252,6 +253,7 @@ class UpdateMeans(Listener):
     def _windows_of(self, total: Tensor) -> list[Window]:
         """Returns the windows of the optimizers whose parameters ``total`` reaches."""
         optimizers = list(self._job.optimizers)
+        # With one optimizer there is one window, and no walk over the graph is needed to find it.
         if len(optimizers) > 1:
             reached = set(map(id, _parameters_behind(total)))
             optimizers = [one for one in optimizers if not reached.isdisjoint(map(id, one.parameters()))]

@@ -180,6 +180,7 @@ def _is_gone(node: Node | None, world: World, trusts_absence: bool) -> bool:
 
 
 def _proposed(nodes: Mapping[str, Node], world: World, rules: Rules, gone: list[str]) -> World | None:
+    # A job may be scaled while a proposal stands, which then has the wrong size.
     unfit = not world.min_nodes <= len(world.nodes) <= world.max_nodes
     if gone or unfit:
         reason = lost_reason(world, gone[0], restart=True) if gone else None

@@ -208,6 +208,7 @@ class Engine:
         if not self._store.has_claimed or self._is_held_by_strangers(view):
             return Action(kind="wait")
         nodes, world = _world.read_nodes(view), _world.read_world(view)
+        # The quiet time, after which a job starts below its largest number of nodes, begins anew with each change.
         if frozenset(nodes) != self._members[0]:
             self._members = (frozenset(nodes), time.monotonic())
         if self.name in nodes:
@@ -291,6 +292,7 @@ class Engine:
         action = self._step()
         if action.kind == "hold":
             reason = None if action.world is None else action.world.reason
+            # Healthy workers get the user's grace. After a failure they hang in exchanges, and waiting helps nobody.
             is_calm = reason is not None and reason.kind in ("left", "stopped", "joined", "scaled")
             return PeerEvent("stop", self._settings.grace_s) if is_calm else PeerEvent("stop")
         nodes = _world.read_nodes(self._view())
@@ -422,6 +424,7 @@ class Engine:
     def _resolve_victim(self, reason: Reason) -> Reason:
         """Waits until the node that is to blame is gone; when all are still there, this node's worker is to blame."""
         assert self.world is not None
+        # The key of a node that is gone stays for the rest of its lease.
         limit_s = self._store.ttl_s + 2
         self._log.info(f"The workers stopped as they do when another node is gone; it is known within {limit_s} s.")
         deadline = time.monotonic() + limit_s
@@ -447,6 +450,7 @@ class Engine:
 
     def _why(self) -> Reason:
         """Returns why this generation is over, after "stop" has come."""
+        # A fresh read from a silent store would hold the main thread up, which has workers to stop.
         view = self._view() if self._store.silence() else self._fresh_view() or self._view()
         world = _world.read_world(view)
         if world is not None and self._is_over(world) and world.reason is not None:

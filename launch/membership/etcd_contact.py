@@ -139,6 +139,7 @@ class EtcdContact(Wakeup):
             self.answer.close()
         self._closing.set()
         self._wake.set()
+        # The thread that renews ends first, or it would take a new lease for the one given back below.
         self._threads[0].join(self.ttl_s)
         with contextlib.suppress(LaunchError):
             if self._lease is not None:
@@ -186,6 +187,7 @@ class EtcdContact(Wakeup):
         if text is None or text == self._written:
             return
         if self._written is None:
+            # After a loss of the lease the key may still stand under the old one, and is this node's all the same.
             claimed = self._own_store.claim(key, text, self._lease, self._leases)
             self.has_claimed = self.has_claimed or claimed
             self.is_taken = not claimed

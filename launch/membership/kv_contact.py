@@ -113,6 +113,7 @@ class KeyValueContact(Wakeup):
         """Leaves the job: this node's key is gone when it returns. The host stays until the others have left."""
         with contextlib.suppress(StoreLostError):
             if record is not None and self.has_claimed and not self.is_lost:
+                # The own key goes first: a launcher that then finds the record alone is the last, and takes it along.
                 self._client.put(self._key, None)
                 left = self._client.read(self.prefix).texts
                 if list(left) == [record]:
@@ -143,6 +144,7 @@ class KeyValueContact(Wakeup):
     def _run(self) -> None:
         while not self._closing:
             try:
+                # The waiting request is this node's sign of life, sent four times within a lease.
                 view = self._client.wait(self.prefix, self._view.revision, self.ttl_s / 4)
             except StoreLostError as error:
                 self._lose(error)

@@ -304,6 +304,7 @@ class KeyValueService:
             self._reply(connection, {"error": "the session has ended"})
             return
         connection.session = name
+        # _drop() shortens the lease of a session only when the last of its connections has broken.
         self._store.sessions[name].connections.add(connection.sock.fileno())
         self._reply(connection, {"session": name})
 

@@ -95,6 +95,7 @@ class Process:
         # macOS before Python 3.13 has no waitid(): poll() gives the process id back at once there.
         if not hasattr(os, "waitid"):
             return self._popen.poll()
+        # WNOWAIT leaves the zombie, whose id nobody else can get until reap().
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if result is None:
             return None

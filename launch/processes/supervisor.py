@@ -113,6 +113,7 @@ class ProcessGroup:
             # The worker opens the file as it starts.
             self.watch.prepare(spec)
         process = Process(spec, self._inherited, mark=self._mark)
+        # The guardian hears of it at once: a launcher that is killed a moment later must leave no process behind.
         self._guardian.add_group(process.pid)
         if self.watch is not None:
             self.watch.started(process)
@@ -174,6 +175,7 @@ class ProcessGroup:
         deadline = time.monotonic() + _UNKILLABLE_S
         while self.running() and time.monotonic() < deadline:
             self.wait(_POLL_S)
+            # A signal that is left untaken would end every further wait at once.
             self._signals.take()
         if self.processes:
             # A process that left its group with setsid() still carries the mark.
@@ -244,6 +246,7 @@ class Supervisor:
         self._rule = rule
         self._replaced = 0
         with contextlib.ExitStack() as stack:
+            # The watch stands before the group on the stack, so its files are closed after the last process has ended.
             if watch is not None:
                 stack.callback(watch.close)
             group = stack.enter_context(self._group(news))

@@ -136,6 +136,8 @@ class Heartbeats:
         if not suspects and not self._is_alone and self._waiting_since is None:
             self._waiting_since = time.monotonic()
             return None
+        # The others wait for the worker that is furthest behind. Among equals a worker that a signal has stopped comes
+        # first, then the longest silence.
         chosen = min(
             suspects or [pulse for pulse in running if pulse.rank in late],
             key=lambda p: (p.step, p.rank not in stopped, p.file.words[BEAT_NS]),
@@ -146,6 +148,7 @@ class Heartbeats:
     def _is_deadlock(self, running: Sequence[Pulse], late: dict[int, float], stacks: dict[int, Stack]) -> bool:
         """Returns whether all workers wait for each other and have done so for long enough, without any computation."""
         waits = len(late) == len(running) and all(stacks[pulse.rank].waits for pulse in running)
+        # Workers of other nodes may compute unseen, so stillness here has to last longer before it proves anything.
         needed_s = _STILL_S if self._is_alone else self._limit_s
         still_s = self._still.look([pulse.process.pid for pulse in running]) if waits else self._still.forget()
         self._look_at = time.monotonic() + (min(needed_s, self._limit_s / 6) if waits else self._limit_s / 6)
@@ -264,6 +267,8 @@ class Stillness:
 def processor_s(pid: int) -> float:
     """Returns the seconds of processor time that all threads of a process have used; 0 when it is gone."""
     try:
+        # The command's name may hold spaces and parentheses, so counting begins behind the last one: utime and stime,
+        # fields 14 and 15 in proc(5), are elements 11 and 12.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0

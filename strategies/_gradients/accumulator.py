@@ -362,6 +362,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
         Raises CheckpointError when they are those of another worker, or of another number of batches per update.
         """
+        # The check comes first, so that a refused state leaves the optimizer inside as it was.
         self._accumulator.check_state(state_dict)
         super().load_state_dict({name: v for name, v in state_dict.items() if name != self._accumulator.option})
         self._accumulator.load(state_dict)

@@ -94,6 +94,7 @@ class Arrivals:
 
     def find_used(self) -> list[Tensor]:
         """Returns an output, for the reducer's search, of a graph with the parameters that this pass reaches."""
+        # A local gradient goes along, though this pass does not reach its parameter; see _complete().
         expected = [p for p, node in self._nodes.items() if _is_executed(node) or self._waits(p)]
         self._expected = set(expected)
         # Parameters that were frozen after their forward; the reducer's search finds only trained ones.

@@ -119,6 +119,7 @@ class Passes:
             return self._watched(chain(*args, **kwargs), made)
         # Workers that have joined wait for a word from forward whether backward will exchange.
         self._prepared = made.exchanges and reducer._join_config.enable and not self.gates
+        # This is False as a rule: torch's forward would prepare the reducer for one pass, and begin() does so for each.
         reducer.require_backward_grad_sync = self._prepared
         try:
             output = chain(*args, **kwargs)
@@ -215,6 +216,7 @@ class Passes:
 
     def _exchange(self) -> None:
         """Makes the pass that begins exchange gradients."""
+        # They may raise, so they run before anything changes.
         for check in self.checks:
             check()
         self.tell(exchanges=True)

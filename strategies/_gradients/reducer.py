@@ -135,6 +135,7 @@ class GradientReducer:
     def _arrived(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             bucket.waiting.discard(parameter)
+            # A later bucket may be full first and waits: all workers start their exchanges in one order.
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
                 self._start_next()
 
@@ -208,6 +209,7 @@ class Bucket:
         size = sum(gradient.numel() for gradient in self._gradients)
         used = flat[size:].tolist() or [1] * len(self.parameters)
         copy_back(flat[:size], self._gradients)
+        # A parameter that no worker has used keeps None, so that no update rule moves it.
         for parameter, gradient, count in zip(self.parameters, self._gradients, used, strict=True):
             if count and parameter.grad is None:
                 parameter.grad = gradient

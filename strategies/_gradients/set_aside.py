@@ -140,6 +140,7 @@ class SetAside(Accumulator):
             return
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)
+        # The zeros are still there: where somebody has cleared them, the script has dropped this batch.
         self._notice_clear()
         # Zeros, or a gradient that code between backward() and step() has written over them.
         if self._zeros is not None:
@@ -304,6 +305,7 @@ class SetAside(Accumulator):
         self.clear()
         self.steps = saved["batch"]
         self.notes = dict(saved["notes"])
+        # end_batch() adds to the sums in place, and the caller may keep the state: so these are copies.
         self.sums = {
             parameters[place]: total.to(parameters[place].device, copy=True) for place, total in saved["sums"].items()
         }

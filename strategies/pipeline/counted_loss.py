@@ -70,6 +70,7 @@ class CountedLoss:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         count = torch.where(sums[1] == 0, 1.0, sums[1])
+        # take() has divided the gradients by _size and the exchange by _averaged; the mean divides by the count alone.
         factor = self._size * self._averaged / count
         if sums[1] > 0:
             self._size = _power_of_two(float(sums[1]) / self._averaged)

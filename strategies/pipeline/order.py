@@ -165,6 +165,7 @@ class _Replay:
 
     def advance(self) -> bool:
         """Lets every stage do one action if it can; returns whether one did."""
+        # A list, not a generator: any() would stop at the first stage that moves.
         return any([self._step(stage) for stage in range(len(self.at))])
 
     def _step(self, stage: int) -> bool:

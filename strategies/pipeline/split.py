@@ -295,6 +295,7 @@ class SplitLayers(StagedLayers):
         self._tied = {}
         for parameter, names in holders.items():
             if len(names) > 1:
+                # The first stage that holds it names it, so all stages find one key without a message.
                 key = names[min(names)]
                 self.ties[key] = tuple(sorted(names))
                 if self.stage in names:

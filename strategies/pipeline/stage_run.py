@@ -146,6 +146,7 @@ class StageRun:
                 self._out[target] = Outgoing(place.links_out[target], in_flight, known)
 
     def _headers(self, known: dict[StageStream, Known], channel: StageStream) -> Any:
+        # A gradient has the shapes of its activation (``Pending.specs``) and travels without a header.
         if channel.what == "b" or self._signature is None:
             return None
         return known.setdefault(channel, Known()).of(self._signature)
@@ -197,6 +198,7 @@ class StageRun:
             held.loss = work.loss(action.micro, output)
         else:
             what = f"the activation of micro-batch {action.micro}"
+            # An edge keeps the graph alone, so the output is freed once it has left; see [Note: What is kept].
             for tensor in self._out[target].send_value(output, what):
                 if _takes_gradient(tensor):
                     held.edges.append(get_gradient_edge(tensor))
@@ -281,6 +283,7 @@ def make_links(
     place: StagePlace, ranks: Sequence[int], group_of: Callable[[StageStream], Any], device: torch.device
 ) -> None:
     """Gives ``place`` a link for each stream of its stage; ``ranks`` are the global ranks of the stages."""
+    # One micro-batch passes through every chunk, so its actions name all streams of the stage.
     for action in place.order(1):
         for find, links, is_out in ((channel_in, place.links_in, False), (channel_out, place.links_out, True)):
             channel = find(action, place.stage, place.num_stages, place.num_chunks)

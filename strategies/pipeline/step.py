@@ -122,6 +122,7 @@ class PipelineStep(Work):
             raise ConfigError(
                 f"The stages of the pipeline run different calls: {calls}. Call the same on every worker."
             )
+        # The first stage has counted its inputs; the others hold none to count.
         self.num_micro = said[0][1]
         if self.mode != _OUTPUTS:
             if said[-1][2] != self.num_micro:

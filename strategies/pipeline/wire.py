@@ -140,6 +140,7 @@ def number_of(text: str) -> int:
     """Returns a number of 63 bits that differs where ``text`` differs, on every worker the same."""
     import hashlib
 
+    # Not hash(): Python salts the hash of a text in each process.
     return int(struct.unpack("<q", hashlib.sha256(text.encode()).digest()[:8])[0]) >> 1
 
 
@@ -169,6 +170,7 @@ class StageLink:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    # Every backend sends bytes, and some lack types: NCCL has no int16.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

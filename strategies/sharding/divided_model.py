@@ -156,6 +156,7 @@ class DividedModule(ExchangingModule):
         """Sets whether backward exchanges gradients, or adds them up on each worker for a later backward."""
         if exchanges != self.exchanges:
             super().set_exchanges(exchanges)
+            # With find_unused FSDP2 exchanges nothing by itself: _reduce() looks at ``exchanges`` after the pass.
             if not self._find_unused:
                 cast(FSDPModule, self.module).set_requires_gradient_sync(exchanges)
 
@@ -193,6 +194,7 @@ class DividedModule(ExchangingModule):
     @outside_graphs
     def _gather(self) -> None:
         for root, unit in zip(self._roots, self._units, strict=True):
+            # unshard() runs no pre-hooks of forward, so the unit is told here of its gathered parameters.
             root.unshard()
             unit(root, ())
 

@@ -127,6 +127,7 @@ class PartitionedOptimizer(OptimizerWrapper):
         waiting = [list(chunks(tensors, limit)) for tensors in owned]
         for turn in range(max(map(len, waiting), default=0)):
             sent = []
+            # All workers begin the broadcasts of a turn in one order: a group matches collectives by their order.
             for owner, queue in enumerate(waiting):
                 if turn < len(queue):
                     chunk = queue[turn]
@@ -156,6 +157,7 @@ class PartitionedOptimizer(OptimizerWrapper):
         if PART in state_dict:
             check_place(state_dict[PART], self.place)
         super().load_state_dict({name: value for name, value in state_dict.items() if name != PART})
+        # A whole state has entries for every parameter; only this worker's are kept in memory.
         self._drop_others()
         self._move_state(to_host=True)
 
@@ -169,6 +171,7 @@ class PartitionedOptimizer(OptimizerWrapper):
 
     def _assign(self, parameters: Sequence[Tensor]) -> None:
         """Gives ``parameters`` owners: first the trained ones, so that the work is even."""
+        # Experts are shared by a smaller group, whose ranks and loads count separately.
         degrees = {False: self._degree, True: 1 if self._expert_group is None else self._expert_group.size()}
         for experts, degree in degrees.items():
             loads = [0] * degree

@@ -39,6 +39,7 @@ class RowBucket:
         self._degree = degree
         self._columns: list[tuple[int, int]] = []
         for p in self.parameters:
+            # Shard(0) rounds up: the first owners have full chunks, the last ones fewer rows or none.
             width = -(-p.shape[0] // degree) * (p.numel() // p.shape[0]) if p.numel() else 0
             self._columns.append((self.size, width))
             self.size += width
@@ -59,6 +60,7 @@ class RowBucket:
         flat = whole.reshape(-1)
         for lines, values in self._pieces(buffer, place, flat):
             values.copy_(lines)
+        # reshape() may have copied, so the values still have to reach the parameter.
         if not whole.is_contiguous():
             whole.copy_(flat.view(whole.shape))
 

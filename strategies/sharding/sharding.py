@@ -405,6 +405,7 @@ class Sharding(StepCounter, GradientKeeper):
         replicas = job.axes.data_replicas
         merged = self._per_update if self.zero_stage == 3 else 1
         find_unused = job.options["find_unused_parameters"]
+        # The divisor None lets FSDP2 average by itself; any other one makes it sum first, see divide_model().
         plain = average and merged == 1 and replicas == job.axes.size(*COPY_AXES)
         return Division(
             mesh=copies_mesh(mesh, job.axes),

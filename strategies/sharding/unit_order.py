@@ -58,6 +58,8 @@ class UnitOrder:
         recent = tuple(self._recent)
         known = self._next
         if known.get(recent) != exchange:
+            # The longest known end of the recent exchanges predicts. Every end learns, so that another history with the
+            # same end is predicted as well.
             ends = [recent[place:] for place in range(len(recent) + 1)]
             if next((known[end] for end in ends[:-1] if end in known), None) != exchange:
                 try:

@@ -86,6 +86,7 @@ def check_apart(named: Iterable[tuple[str, Tensor]]) -> None:
         if not is_part(p) and p.layout == torch.strided and not isinstance(p, nn.parameter.UninitializedParameter):
             start = int(p.storage_offset())
             held.setdefault(p.untyped_storage()._cdata, []).append((start, start + p.numel(), name))
+    # If any two ranges overlap, so do two neighbours in the order of their starts.
     for ranges in held.values():
         for (_, end, one), (start, _, other) in pairwise(sorted(ranges)):
             if start < end:

@@ -56,6 +56,7 @@ class WholeModule(ExchangingModule):
         self._division = division
         self._bucket_bytes = bucket_bytes
         self._divisor = division.divisor or division.process_group.size()
+        # Workers may start with different values, and step() would join rows of all of them in one parameter.
         broadcast_from_rank_0([*module.parameters(), *module.buffers()], division.process_group)
         keep_part_rules(division.mesh, self._divisor, whole_parameters=True)
         self._order = order
@@ -196,6 +197,7 @@ class WholeModule(ExchangingModule):
     def _send(self) -> None:
         """Starts the exchange of the next bucket; its header counts the workers with and without each gradient."""
         bucket = self._plan[self._next]
+        # One meeting serves the whole pass: its other buckets follow in the same order on every worker.
         if self._next == 0:
             self._order.check((self._number,), lambda: "exchanging the gradients of the model", ALIKE)
         if len(self._sent) == IN_FLIGHT:
@@ -209,6 +211,7 @@ class WholeModule(ExchangingModule):
                 bucket.put(buffer, place, gradient)
         if not self._division.sum_first:
             buffer.div_(self._divisor)  # before the sum, which overflows first in 16 bit
+        # Every line gets the header, because a worker receives the sum of one line alone.
         buffer[:, bucket.size :] = torch.tensor(flags, dtype=buffer.dtype).to(buffer.device)
         work, line = self.rows.reduce(buffer, self._next)
         self._next += 1
@@ -217,7 +220,9 @@ class WholeModule(ExchangingModule):
     def _receive(self) -> None:
         bucket, buffer, work, line = self._sent.pop(0)
         wait_for(work)
+        # The line is cloned, so that the buffer with the lines of all workers can be freed.
         line = buffer[self.rows.rank].clone() if line is None else line
+        # The copies of the model follow, so that only this worker's rows cross the wire a second time.
         if self.rows.copies is not None:
             dist.all_reduce(line, group=self.rows.copies)
         self._received.append((bucket, line))
@@ -272,6 +277,7 @@ class WholeModule(ExchangingModule):
                 "set strategy.find_unused_parameters = True, with which each may take another branch of the model, or "
                 "let every parameter take part on every worker."
             )
+        # No bucket was refused, and all workers have read the same headers: none is left with half of its shards.
         for p, gradient in found:
             kept = self._kept.pop(p, p.grad)
             p.grad = gradient if kept is None else kept.add_(gradient)

@@ -323,9 +323,11 @@ class Journal:
     def _sync_loop(self) -> None:
         while not self._closing.is_set():
             self._dirty.wait()
+            # The flag is cleared before the sync, so that a record appended during it asks for the next one.
             self._dirty.clear()
             with contextlib.suppress(OSError):  # noted, and raised by the next append
                 self._sync_once()
+            # The records of this pause share one fdatasync.
             self._closing.wait(self._sync_interval_s)
 
     def _sync_once(self) -> None:
@@ -333,6 +335,7 @@ class Journal:
             with self.lock:
                 fd = self._fd
                 lsn = self.last_lsn
+                # No other sync can be using these files while _syncing is held.
                 self._close_retired()
             if fd < 0:
                 return

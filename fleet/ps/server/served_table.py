@@ -124,6 +124,7 @@ def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = Fal
         places = inverse[start : start + part.n]
         start += part.n
         if with_shows:
+            # Not shows[places] += ...: an id that occurs twice in a part would count once.
             np.add.at(shows, places, np.float32(1) if part.shows is None else part.shows)
             if part.clicks is not None:
                 np.add.at(clicks, places, part.clicks)
@@ -347,6 +348,8 @@ class ServedDense(_Served[DenseTable]):
     def write(self, path: Path, stamp: Callable[[], int]) -> None:
         """Writes a snapshot: one chunk."""
         with self.gate.exclusive():
+            # Pushes hold the shared side of the gate around record and change, so the stamp belongs to exactly these
+            # values.
             values, state = self.table.read_state()
             number = stamp()
         with create(path, 0o600) as file:

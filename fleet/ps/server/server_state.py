@@ -435,12 +435,15 @@ class ServerState:
                 self.job.touch(worker, header.client_id)
             if header.seq <= channel.last:
                 return Status.DUPLICATE, 0
+            # No snapshot runs at the same time: in one, all rows of a table hold an alteration or none does, see
+            # _replay_control().
             with self.snapshots, table.order, table.gate.exclusive():
                 try:
                     rows = table.alter(action, fields)
                 except (ConfigError, KeyError, TypeError, ValueError) as error:
                     raise Refused(f"{action} of table {table_id}: {error}") from None
                 with self.job.changed:
+                    # The record follows once the table has taken the alteration: a replay has nobody to refuse it to.
                     body = {"table": table_id, "action": action, "fields": fields}
                     record = _control(RecordKind.ALTER, body, worker.rank, number, header.seq)
                     channel.note(self.journal.append(record), header.seq)
@@ -474,6 +477,7 @@ class ServerState:
         with self.job.changed:
             self.journal.append(Record(RecordKind.GOODBYE, 0, worker.rank))
             self.job.leave(worker)
+        # The others may have waited for this worker alone.
         self.settle()
 
     def _fail(self, error: BaseException) -> None:

@@ -103,6 +103,7 @@ def _capture(job: JobState) -> dict[str, Any]:
         }
         for worker in job.workers
     ]
+    # All of these are copies: the job changes again as soon as the caller lets go of the lock.
     return {
         "version": _VERSION,
         "job": job.name,
@@ -302,6 +303,7 @@ def _restore_workers(job: JobState, found: list[dict[str, Any]]) -> None:
         worker.points.restore(known["points"])
         for number, last in known["channels"].items():
             channel = worker.channel(int(number))
+            # Whatever a snapshot holds counts as durable, see Journal.snapshot_done().
             channel.last = channel.durable = last
 
 

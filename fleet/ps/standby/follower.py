@@ -121,6 +121,7 @@ class Follower:
                 self._follow()
             except (FleetError, OSError) as error:
                 reason = f"{error}"
+                # The same reason comes back at every try, and is said once.
                 if reason != reported and not self._is_over():
                     reported = reason
                     self._say(f"no line to {self._config.peer}: {reason}")
@@ -221,6 +222,8 @@ class Follower:
         lsn, _, self._stamps = read_snapshot(self._folder / name, state)
         state.journal.last_lsn = state.journal.in_snapshot = lsn
         state.journal.open()
+        # A chunk of the snapshot may hold records after ``lsn``. Up to this one _replay() asks the stamps, so that no
+        # row gets a change twice.
         self._known = max([lsn, *(stamp.latest for stamp in self._stamps.values())])
         with self._changed:
             self.state = state
@@ -303,6 +306,8 @@ class Follower:
                 self._promote()
 
     def _promote(self) -> None:
+        # The epoch grows by two, for the server may take the next one at the same time (Leader.go_alone). It is on the
+        # disk before anybody is served: after a restart this server must know that it leads.
         self._epoch.write(self._epoch.epoch + 2, leads=True)
         self.promoted = True
         self._changed.notify_all()
@@ -316,6 +321,7 @@ class Follower:
         if self._line is not None:
             return f"the server at {self._config.peer} still feeds it"
         if max(known, default=0) > epoch:
+            # The standby remembers it, for the worker that knows may not ask again.
             self.joined = False
             return "the server went on without it"
         if self.state is None or not self.joined:

@@ -125,6 +125,7 @@ class Leader:
         if self._leaves:
             return {"standby": "it hands over to the other one of its pair"}
         if known < self.epoch:
+            # The worker learns the epoch and greets again: a server serves only workers that know its epoch.
             return {"epoch": self.epoch}
         # A job that starts gives its standby a moment, so that its first promises already have two copies.
         with self._moved:
@@ -165,6 +166,7 @@ class Leader:
                 )
                 raise Refused(f"parameter server {self._config.index} has no standby that could take over: {why}.")
             self._leaves = self._journal.handed_over = True
+        # No record is added from here on, so the order to take over is the last thing on the line.
         self._hang_up()
         feed.hand_over()
         if not self._has_left(ask):
@@ -312,6 +314,7 @@ class Leader:
                     raise PSError(f"the standby sent {header.op.name}.")
                 feed.heard = time.monotonic()
                 with self._moved:
+                    # A standby between two states confirms 0, see Follower._next_confirmed().
                     feed.confirmed = max(feed.confirmed, header.seq)
                     if self._feed is feed and self.joined:
                         self._journal.confirmed = feed.confirmed
@@ -321,6 +324,7 @@ class Leader:
 
     def _lost(self, feed: _Feed) -> None:
         with self._moved:
+            # A standby that has connected again has another feed by now, which goes on.
             if self._feed is feed:
                 self._feed = None
                 self.joined = False
@@ -365,6 +369,7 @@ class Leader:
             f"its standby at {self.peer} is away: this server goes on alone (epoch {self.epoch}), and what it "
             "has is lost with its folder until the standby is back"
         )
+        # The workers come back with a HELLO, in which they learn the new epoch.
         self._hang_up()
 
     def end(self) -> None:
@@ -470,6 +475,7 @@ class _Feed:
         with self._some:
             self._finishing = True
             self._some.notify()
+        # The wait is bounded: a standby that hangs must not keep this server from ending.
         self._finished.wait(LINE_S)
 
     def finish_now(self) -> None:

@@ -261,6 +261,7 @@ class Pair:
         if leader.deposed:
             return Turn.OVER if self._peer_is_gone() else Turn.REPLACED if self._peer_leads else Turn.LEADS
         if leader.lacks_standby:
+            # Without a line the workers may have promoted the standby, and nothing else would tell this server.
             other = ask_standing(self._config, self._transport)
             if other is not None and other["leads"] and other["epoch"] > leader.epoch:
                 leader.step_down(f"the standby at {self._config.peer} has taken over (epoch {other['epoch']})")
@@ -278,6 +279,7 @@ class Pair:
         leader.close()
         self._serves.clear()
         self._is_first_start = False
+        # The role is on the disk first: after a kill at this point settle_role() must find a standby.
         self._epoch.write(self._epoch.epoch, leads=False)
         self.follow(take_over)
 
