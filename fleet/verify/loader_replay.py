@@ -429,7 +429,9 @@ class _Loop:
     def _tell(self, give: Callable[[], None] | None) -> None:
         """Tells of a batch; of one that is taken to look ahead, when the next is taken and this one is trained with."""
         if "_fleet_looks_ahead" in self.loader.__dict__:
-            give, self._late = self._late, give
+            taken = give
+            give = self._late
+            self._late = taken
         if give is not None:
             give()
 
