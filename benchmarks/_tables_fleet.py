@@ -48,7 +48,7 @@ class Collection(nn.Module):
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.tables = fleet.SparseEmbeddings(dict.fromkeys(names, DIM), combiner="sum")
+        self.tables = fleet.SparseEmbeddings(dict.fromkeys(names, DIM))
 
     def forward(self, ids: Ids) -> Tensor:
         """Returns the rows of a batch."""
