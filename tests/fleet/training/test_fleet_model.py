@@ -213,6 +213,7 @@ def test_exported_module_is_the_users(net: Net, model: FleetModel, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")  # from torch 2.14 on
 def test_what_records_a_wrapped_model_is_refused(
     model: FleetModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -226,13 +226,29 @@ def refusals(rank: int, world_size: int) -> list[str]:
     numbers: list[Callable[[], Any]] = [
         lambda: p.grad.norm().item(),
         lambda: float(p.grad.abs().max()),
-        lambda: bool(p.grad.isnan().any()),
+        lambda: bool(p.grad.isnan().sum()),
         lambda: f"{p.square().sum():.3f}",
         lambda: int(p.sum()),
         lambda: model[2].bias[:1].sum().item() + model[2].bias.sum().item(),
     ]
     values = [torch.zeros(5, 4), p.data.double(), p.data[0]]
     return [*(error_of(read) for read in numbers), *(error_of(assign, value) for value in values)]
+
+
+def nan_of_one_worker(rank: int, world_size: int) -> bool | str:
+    """Returns whether a worker sees a NaN that the last one has in its shard, or the error of looking."""
+    fleet.init(is_collective=True, strategy=options(2, stage=3))
+    torch.manual_seed(0)
+    net = perceptron()
+    fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
+    model = fleet.distributed_model(net)
+    loss_of(model, slice(rank, None, 2)).backward()
+    grad = next(model.parameters()).grad
+    if rank == world_size - 1:
+        grad.to_local().fill_(float("nan"))
+    seen: list[bool] = []
+    error = error_of(lambda: seen.append(bool(grad.isnan().any())))
+    return seen[0] if seen else error
 
 
 def written_while_gathered(rank: int, world_size: int) -> list[str]:
@@ -284,3 +300,9 @@ def test_numbers_of_a_shard_are_refused() -> None:
             assert "Assign what was computed from .data itself" in text
         assert "Tensor of shape [5, 4] and type torch.float32" in found[6]
         assert "DTensor of shape [5, 4] and type torch.float64" in found[7]
+
+
+def test_any_of_a_shard_is_that_of_the_whole_or_refused() -> None:
+    """torch 2.14 asks all workers for any(); before, it gave each what its own shard holds."""
+    found = run_workers(nan_of_one_worker, 2, backend=None)
+    assert found == [True, True] or all(".full_tensor() first, on every worker" in str(one) for one in found)
