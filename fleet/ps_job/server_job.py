@@ -58,6 +58,7 @@ from fleet.ps_job.user_secret import read_job_secret
 from fleet.strategies._shared.served_optimizer import check_hooks
 from fleet.strategies.a_sync import ASync, publication_of
 from fleet.strategies.asp import Asp
+from fleet.training.batch_loops import BatchLoops
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -178,7 +179,7 @@ class ServerJob:
         """
         made: dict[Trainer, BatchRows] = {}
 
-        def connected() -> tuple[BatchRows, bool] | None:
+        def connected() -> BatchRows | None:
             trainer = self.running() if self.trainer is None else self.connected
             if trainer is None:
                 return None
@@ -186,9 +187,21 @@ class ServerJob:
                 modules = {part.table_id: part.modules for part in trainer.plan.sparse}
                 say = self._job.say if may_read_ahead else lambda line: None
                 made[trainer] = BatchRows(modules, trainer.request_rows, say)
-            return made[trainer], may_read_ahead and trainer.may_read_ahead
+            return made[trainer]
 
-        return Prefetched(loader, connected)
+        def reads_ahead() -> bool:
+            trainer = self.connected
+            if trainer is None or not may_read_ahead or not trainer.may_read_ahead:
+                return False
+            return trainer.reads_streams or not self._counts_batches
+
+        return Prefetched(loader, connected, reads_ahead)
+
+    @property
+    def _counts_batches(self) -> bool:
+        """Whether a checkpoint saves the position of data that takes a batch for trained when it gives the next."""
+        loops = self._job.listeners.get(BatchLoops)
+        return bool(loops.checkpoints) and loops.is_running
 
     @property
     def connected(self) -> Trainer | None:

@@ -70,6 +70,11 @@ class BatchLoops(Listener):
         if self._stop is not None:
             self._stop()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a loop runs that says when it asks for its next batch."""
+        return self._running > 0
+
     def add(self, checkpoint: PeriodicSave) -> None:
         """Writes ``checkpoint`` where it is due."""
         self.checkpoints.append(checkpoint)

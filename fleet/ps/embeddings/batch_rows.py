@@ -6,7 +6,8 @@ While the loop works with a batch, each lookup is heard, and its ids are searche
 tensor, or neighbouring columns of it. The place that was found is where the next batch has the ids of that lookup. Each
 lookup compares its ids with those whose rows were requested, see [Note: Rows that were requested before their lookup],
 so a place that was right by chance costs a message and is searched anew. Ids that are in no batch are computed inside
-the model; after a few batches nobody searches for them any more.
+the model; after a few batches nobody searches for them any more. Nor are rows requested any longer of a lookup that
+has refused them in a few batches: its loop changes the ids of a batch, or steps between batch and lookup.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fleet.errors import ConfigError
@@ -25,7 +27,11 @@ from fleet.ps.client.shards import Keys
 from fleet.ps.embeddings.lookup import ExpectedRows, Request, RowLookup, TrainedRows
 
 _TRIES = 3  # batches in which the ids of a lookup are searched in vain
+_REFUSALS = 8  # requests in turn that were in vain: a barrier or a save makes two of them
 _DEPTH = 4  # of containers in a batch
+_WHOLE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64)
+_ID_TYPES = (*_WHOLE_TYPES, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_LARGEST = 8  # bytes of such a number
 _END = object()
 
 
@@ -36,6 +42,10 @@ class LooksUp(Protocol):
 
     def keys_of(self, ids: Tensor) -> Keys:
         """Returns what the lookup is given for ``ids``; raises for ids that it refuses."""
+
+
+# A module, and how often the batch was looked up in it before.
+_Call: TypeAlias = tuple[LooksUp, int]
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,9 @@ class IdPlace:
     def read(self, batch: Any) -> Tensor | None:
         """Returns the ids of ``batch``, int64 or another type of integer; ``None`` where it has none there."""
         for step in self.path:
+            # A defaultdict would make what it lacks.
+            if isinstance(batch, Mapping) and step not in batch:
+                return None
             try:
                 batch = getattr(batch, step.name) if isinstance(step, _Attribute) else batch[step]
             except (KeyError, IndexError, TypeError, AttributeError):
@@ -72,11 +85,22 @@ class _Attribute:
 
 def _tensor_of(value: Any) -> Tensor | None:
     """Returns ``value`` as a tensor if it may hold ids: integers, or floats, which some models cast."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
-        value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.dtype is torch.bool or value.is_complex() or value.requires_grad:
+    if isinstance(value, np.ndarray):
+        value = _shared_or_copied(value)
+    if not isinstance(value, Tensor) or value.dtype not in _ID_TYPES or value.requires_grad or value.is_meta:
         return None
     return value if value.layout is torch.strided and not value.is_nested else None
+
+
+def _shared_or_copied(array: NDArray[Any]) -> Tensor | None:
+    """Returns the numbers of an array as a tensor: a copy where torch cannot share its memory."""
+    kind = array.dtype
+    if kind.kind not in "iuf" or kind.itemsize > _LARGEST:
+        return None
+    steps_whole = all(stride >= 0 and stride % kind.itemsize == 0 for stride in array.strides)
+    if not (steps_whole and array.flags.writeable and kind.isnative):
+        array = np.array(array, kind.newbyteorder("="), order="C")
+    return torch.from_numpy(array)
 
 
 def _leaves(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
@@ -94,8 +118,8 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, list | tuple):
         return enumerate(value)
-    if is_dataclass(value):
-        return [(_Attribute(field.name), getattr(value, field.name)) for field in fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(_Attribute(field.name), getattr(value, field.name, None)) for field in fields(value)]
     return ()
 
 
@@ -123,30 +147,66 @@ class _IdPlaces:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self.known: dict[tuple[LooksUp, int], IdPlace] = {}
-        self._vain: dict[tuple[LooksUp, int], int] = defaultdict(int)
+        self._said: set[LooksUp] = set()
+        self.known: dict[_Call, IdPlace] = {}
+        self._vain: dict[_Call, int] = defaultdict(int)
+        self._refused: dict[_Call, int] = defaultdict(int)
+        self._given_up: set[_Call] = set()
         self._last: IdPlace | None = None
 
-    def search(self, call: tuple[LooksUp, int], ids: Keys, batch: Any) -> None:
-        """Notes where ``batch`` has the ids of a call: a module, and how often the batch was looked up in it before."""
-        known = self.known.get(call)
-        # Known ids may have come without a request: of the first batches, after a flush, or in geo mode.
-        if self._vain[call] >= _TRIES or (known is not None and _has(known, batch, call[0], ids)):
+    def succeed(self, call: _Call) -> None:
+        """Notes that the rows requested for a call were looked up."""
+        self._vain.pop(call, None)
+        self._refused.pop(call, None)
+
+    def retry(self) -> None:
+        """Searches again for what was searched in vain."""
+        self._vain.clear()
+        self._given_up.clear()
+
+    def learn(self, call: _Call, ids: Keys, batch: Any, was_requested: bool) -> None:
+        """Notes where ``batch`` has the ids of a call that found no requested rows, though there were some or not."""
+        if call in self._given_up:
             return
+        known = self.known.get(call)
+        is_right = known is not None and _has(known, batch, call[0], ids)
+        # Known ids may have come without a request: of the first batches, or in geo mode.
+        if is_right and not was_requested:
+            return
+        place = known if is_right else self._search(call[0], ids, batch)
+        self._refused[call] += was_requested
+        self._vain[call] += place is None
+        if place is not None:
+            self.known[call] = self._last = place
+        if self._vain[call] >= _TRIES or self._refused[call] >= _REFUSALS:
+            self._give_up(call, is_found=place is not None)
+
+    def _search(self, module: LooksUp, ids: Keys, batch: Any) -> IdPlace | None:
         places = _places(batch, len(ids))
         # Models read their features in order: the place behind the last one comes first.
         first = places.index(self._last) + 1 if self._last in places else 0
-        for place in (*places[first:], *places[:first]):
-            if _has(place, batch, call[0], ids):
-                self.known[call] = self._last = place
-                return
+        return next((place for place in (*places[first:], *places[:first]) if _has(place, batch, module, ids)), None)
+
+    def _give_up(self, call: _Call, is_found: bool) -> None:
         self.known.pop(call, None)
-        self._vain[call] += 1
-        if self._vain[call] == _TRIES:
-            self._say(
-                f"fleet.prefetch(): {call[0].lookup.label} looks up ids that no batch holds, so they are computed in "
-                "the model. Their rows are requested at each lookup, in a message of their own."
-            )
+        self._given_up.add(call)
+        module, number = call
+        # The rows of a second lookup after a step, say, while those of the first one come together.
+        is_extra = is_found and any((module, before) in self.known for before in range(number))
+        if is_extra or module in self._said:
+            return
+        self._said.add(module)
+        reason = (
+            "other rows than were requested when the loop took the batch: the loop changes the ids afterwards, or "
+            "takes a step between batch and lookup"
+            if is_found
+            else "ids that no batch holds: no tensor of the batch that the loop took last, in dicts, lists, tuples or "
+            "dataclasses. So they are computed in the model, or are those of another batch"
+        )
+        self._say(
+            f"fleet.prefetch(): {module.lookup.label} looks up {reason}. Such rows are requested at each lookup, in a "
+            "message of their own."
+        )
 
 
 def _has(place: IdPlace, batch: Any, module: LooksUp, ids: Keys) -> bool:
@@ -157,6 +217,9 @@ def _has(place: IdPlace, batch: Any, module: LooksUp, ids: Keys) -> bool:
         return np.array_equal(module.keys_of(tensor), ids)
     except (IndexError, ConfigError):  # numbers that are no ids of this module
         return False
+
+
+_Requested: TypeAlias = tuple[_Call, ExpectedRows]
 
 
 class BatchRows:
@@ -178,14 +241,16 @@ class BatchRows:
         self._places = _IdPlaces(say)
         self._batch: Any = None
         self._calls: dict[LooksUp, int] = defaultdict(int)
-        self._with_gradients: bool | None = None  # of the loop; lookups of the other kind belong to no batch of it
-        self._expected: list[tuple[RowLookup, ExpectedRows]] = []
-        self._leftover: list[tuple[RowLookup, ExpectedRows]] = []
+        self._has_trained = False  # from then on lookups without gradients belong to no batch of the loop
+        self._expected: list[_Requested] = []
+        self._leftover: list[_Requested] = []
+        self._unheard: set[_Call] = set()  # calls of this batch whose rows were requested
 
     def request(self, batch: Any, is_next: bool) -> None:
         """Requests the rows of ``batch``, for the next step while this one is computed, or for this step."""
-        wanted: dict[int, list[tuple[LooksUp, Keys, Keys, Any]]] = defaultdict(list)
-        for (module, _), place in self._places.known.items():
+        wanted: dict[int, list[tuple[_Call, Keys, Keys, Any]]] = defaultdict(list)
+        for call, place in self._places.known.items():
+            module = call[0]
             tensor = place.read(batch)
             if tensor is None or not isinstance(module.lookup.source, TrainedRows):
                 continue
@@ -194,7 +259,7 @@ class BatchRows:
                 ids = np.array(module.keys_of(tensor))
             except (IndexError, ConfigError):
                 continue  # the lookup says what is wrong, at the line of the model
-            wanted[self._tables[id(module)]].append((module, ids, *module.lookup.distinct(ids)))
+            wanted[self._tables[id(module)]].append((call, ids, *module.lookup.distinct(ids)))
         if not wanted:
             return
         asked = {table_id: np.concatenate([keys for _, _, keys, _ in calls]) for table_id, calls in wanted.items()}
@@ -203,12 +268,13 @@ class BatchRows:
             return
         for calls in wanted.values():
             start = 0
-            for module, ids, keys, inverse in calls:
-                assert module.lookup.source is not None
-                module.lookup.source.asked += len(keys)
+            for call, ids, keys, inverse in calls:
+                lookup = call[0].lookup
+                assert lookup.source is not None
+                lookup.source.asked += len(keys)
                 rows = ExpectedRows(ids, keys, inverse, coming, start)
-                module.lookup.expect(rows)
-                self._expected.append((module.lookup, rows))
+                lookup.expect(rows)
+                self._expected.append((call, rows))
                 start += len(keys)
 
     def begin(self, batch: Any, requested: int) -> None:
@@ -221,6 +287,7 @@ class BatchRows:
         kept = len(self._expected) - requested
         self._leftover = self._expected[:kept]
         self._expected = self._expected[kept:]
+        self._unheard = {call for call, _ in self._leftover}
         self._batch = batch
         self._calls.clear()
         for module in self._modules:
@@ -241,21 +308,28 @@ class BatchRows:
         self._forget(self._expected)
 
     @staticmethod
-    def _forget(rows: list[tuple[RowLookup, ExpectedRows]]) -> None:
-        for lookup, expected in rows:
-            lookup.give_up(expected)
+    def _forget(rows: list[_Requested]) -> None:
+        for (module, _), expected in rows:
+            module.lookup.give_up(expected)
         rows.clear()
 
     def _hear(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
-        if self._with_gradients is None:
-            self._with_gradients = torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
+        if trains and not self._has_trained:  # what was heard before was an evaluation
+            self._has_trained = True
+            self._calls.clear()
+            self._places.retry()
         module = self._by_lookup.get(id(lookup))
-        if module is None or torch.is_grad_enabled() is not self._with_gradients:
+        if module is None or trains is not self._has_trained:
             return
         call = (module, self._calls[module])
         self._calls[module] += 1
-        if not was_expected and len(ids):
-            self._places.search(call, ids, self._batch)
+        was_requested = call in self._unheard
+        self._unheard.discard(call)
+        if was_expected:
+            self._places.succeed(call)
+        elif len(ids):
+            self._places.learn(call, ids, self._batch, was_requested)
 
 
 class Prefetched:
@@ -263,22 +337,27 @@ class Prefetched:
 
     Args:
         loader: any iterable of batches.
-        connected: returns what requests rows, and whether it may be asked for those of the next step; ``None`` where
-            no rows are on servers.
+        connected: returns what requests rows; ``None`` where no rows are on servers.
+        reads_ahead: returns whether rows may be requested for the next step; asked when the loader has given a batch.
     """
 
-    def __init__(self, loader: Iterable[Any], connected: Callable[[], tuple[BatchRows, bool] | None]) -> None:
+    def __init__(
+        self, loader: Iterable[Any], connected: Callable[[], BatchRows | None], reads_ahead: Callable[[], bool]
+    ) -> None:
         self.loader = loader
         self._connected = connected
+        self._reads_ahead = reads_ahead
 
     def __iter__(self) -> Iterator[Any]:
-        connected = self._connected()
-        if connected is None:
+        rows = self._connected()
+        if rows is None:
             yield from self.loader
             return
-        rows, reads_ahead = connected
+        batches = iter(self.loader)
         try:
-            yield from _ahead(self.loader, rows) if reads_ahead else _at_once(self.loader, rows)
+            batch = next(batches, _END)
+            if batch is not _END:
+                yield from (_ahead if self._reads_ahead() else _at_once)(batch, batches, rows)
         finally:
             rows.end()
 
@@ -286,26 +365,31 @@ class Prefetched:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_connected"):  # a copy that is being made has none yet
+        if name in ("loader", "_connected", "_reads_ahead"):  # a copy that is being made has none yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
-def _at_once(loader: Iterable[Any], rows: BatchRows) -> Iterator[Any]:
-    """Yields each batch when its rows were requested for the step that it is for."""
-    for batch in loader:
-        rows.begin(batch, 0)
+def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
+    """Yields ``batch`` and the others, each when its rows were requested for the step that it is for."""
+    while batch is not _END:
         rows.request(batch, False)
+        rows.begin(batch, 0)
         yield batch
+        batch = next(batches, _END)
 
 
-def _ahead(loader: Iterable[Any], rows: BatchRows) -> Iterator[Any]:
-    """Yields each batch when the rows of the one behind it were requested."""
-    batches = iter(loader)
-    batch = next(batches, _END)
+def _ahead(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
+    """Yields ``batch`` and the others, each when the rows of the one behind it were requested."""
     first = {path: tensor.clone() for path, tensor in _leaves(batch)}
     while batch is not _END:
-        following = next(batches, _END)
+        # An error of the loader belongs behind the batches that came before it.
+        failure = None
+        try:
+            following = next(batches, _END)
+        except Exception as error:
+            following = _END
+            failure = error
         _check_unchanged(batch, first)
         first = {}
         before = rows.num_expected
@@ -313,6 +397,8 @@ def _ahead(loader: Iterable[Any], rows: BatchRows) -> Iterator[Any]:
             rows.request(following, True)
         rows.begin(batch, rows.num_expected - before)
         yield batch
+        if failure is not None:
+            raise failure
         batch = following
 
 

@@ -196,6 +196,11 @@ class Trainer:
         """Whether rows of the next step may be requested while this one is computed."""
         return self._running().may_read_ahead and (self._streams is None or self._streams.may_read_ahead)
 
+    @property
+    def reads_streams(self) -> bool:
+        """Whether pushes carry positions in streams, which know of batches that the loop took in advance."""
+        return self._streams is not None
+
     def step(self) -> None:
         """Sends the gradients that backward left to the servers, and takes parameters from them.
 
