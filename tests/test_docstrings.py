@@ -20,6 +20,7 @@ from tests.helpers.sources import ROOT, module_name, python_files
 # Docstrings whose examples need other processes or programs; what they show is tested elsewhere.
 NOT_RUN: dict[str, str] = {
     "fleet": "wraps a model of the user; every test of the facade does the same",
+    "fleet.facade.Fleet.prefetch": "needs the loop of a worker; tests/fleet/ps_job/test_prefetch_loops.py has many",
     "fleet.utils.hybrid_parallel_util.fused_allreduce_gradients": "has nobody to exchange with in a single process",
     "fleet.strategies.tensor_parallel.streams.get_rng_state_tracker": "needs the streams of a job",
     "fleet.paddle.data_parallel_layer.DataParallel": "warns in a single process",
