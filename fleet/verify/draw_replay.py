@@ -7,6 +7,10 @@ single process gets them joined. A draw in a backward pass repeats one of the fo
 counted, and the single process finds it by the state of the generator. Draws without gradients (latents of a frozen
 encoder, targets) are counted apart, so that an evaluation by one worker alone moves no draw of the training.
 
+Operations that draw inside torch, as many numbers as their input has of a kind, give no numbers that could be written
+down. Of those that are known the state of the generator is, and the single process calls them with each worker's rows
+and state. Of all others the generator tells: it has moved, and no draw that goes through here moved it.
+
 The loop begins with the first batch of a DataLoader. A script without one draws its batches, often one before its
 loop: there it begins with the last optimizer that is made before a model is trained.
 """
@@ -17,19 +21,21 @@ import math
 import random
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import get_worker_info
 
-from fleet.verify.draw_joins import PERMUTATIONS, drawn_as, joined, tensor_of
+from fleet.verify.draw_joins import PERMUTATIONS, drawing_state, drawn_as, joined, tensor_of, with_states
+from fleet.verify.generator_states import GeneratorWatch
 from fleet.verify.record_files import RecordFile, read_record
 from fleet.verify.tensor_digest import content
 from fleet.verify.tensor_files import load_tensors, save_tensors
@@ -48,6 +54,9 @@ _GENERATORS = ("integers", "random", "uniform", "normal", "standard_normal", "be
 _PYTHON = ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")
 _PICKERS = ("choice", "choices", "sample")  # of Python's random
 _SHARED = ("randperm", "numpy.random.randint", "numpy.random.choice", "numpy.random.permutation")  # may well be equal
+_INSIDE = ("rrelu", "alpha_dropout", "feature_alpha_dropout")  # functions that draw inside torch
+_INSIDE_TORCH = ("poisson", "_standard_gamma")
+_SEEDS = ("seed", "manual_seed", "set_rng_state")
 _BEGUN = "begun"
 _MOST_WITHOUT_GRADIENTS = 64  # of one kind before an update; an evaluation may draw any number
 _MOST_PERMUTATIONS = 64  # that are noted of one process
@@ -62,7 +71,8 @@ class Draws:
     their samples: with them, draws are replaced, joined or, where ``in_turn``, one worker's after the other's. With
     ``alike``, the folder of worker 0's record in an earlier run, single numbers are those of that run. ``own`` holds
     what a worker drew from the global generator since the last update, for its own samples. ``unequal`` lists draws
-    that could not be replaced, and ``numbers`` those of them that give each worker a number of its own.
+    that could not be replaced, and ``numbers`` those of them that give each worker a number of its own. ``unseen`` says
+    where numbers were drawn since the last update that did not go through here; empty where none were.
     """
 
     def __init__(
@@ -70,6 +80,9 @@ class Draws:
     ) -> None:
         self.folder = folder
         self.sources = list(sources)
+        self._watch = GeneratorWatch()
+        self._unseen = False
+        self.unseen: dict[str, Any] = {}
         self.active = False
         self.window = 0
         self.own: list[str] = []
@@ -87,6 +100,44 @@ class Draws:
         self._by_state: dict[str, Tensor] = {}
         self._inside = False
         self._permutations = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether the training loop is at work."""
+        return self._active
+
+    @active.setter
+    def active(self, active: bool) -> None:
+        self._active = active
+        self._watch.settle()
+
+    @property
+    def copies(self) -> int:
+        """The workers whose draws this process takes together."""
+        return len(self.sources) if self.sources and self._turns is None else 1
+
+    def look(self) -> None:
+        """Keeps in mind whether torch's generator has moved by a draw that did not go through here."""
+        if self._active and not self._inside:
+            self._unseen |= self._watch.has_moved()
+
+    def settle(self) -> None:
+        """Takes for known what has moved torch's generator since the last look: a draw from here, or a seed."""
+        if not self._inside:
+            self._watch.settle()
+
+    def place_unseen(self, module: nn.Module | None, names: Mapping[int, str] = {}, *, ended: bool = False) -> None:
+        """Keeps the first place of a window where torch's generator was moved by draws that did not go through here.
+
+        They were made since the last call of this method: in ``module``, whose name ``names`` has under its id, in its
+        call at the user's line now or, unless that has ``ended``, before that line.
+        """
+        self.look()
+        if self._unseen and not self.unseen:
+            kind = "" if module is None else type(module).__name__
+            name = names.get(id(module), "")
+            self.unseen = {"module": name, "type": kind, "where": user_site(), "ended": ended}
+        self._unseen = False
 
     def begin(self) -> None:
         """Begins the training loop, anew where it had begun: what was drawn before is none of it."""
@@ -109,6 +160,7 @@ class Draws:
         self._counts.clear()
         self._made = {}
         self.own = []
+        self.unseen = {}
         self._by_state.clear()
 
     def counted(self, name: str, draw: Callable[[], _Drawn], own: bool = False) -> _Drawn:
@@ -117,6 +169,14 @@ class Draws:
             draw = partial(self._permuted, name, draw)
         if not self.active or self._inside or get_worker_info() is not None:
             return draw()
+        self.look()
+        try:
+            return self._exchanged(name, draw, own=own)
+        finally:
+            self.settle()
+
+    def _exchanged(self, name: str, draw: Callable[[], _Drawn], *, own: bool) -> _Drawn:
+        """Returns what ``draw`` returns in the training loop, written down or replaced."""
         trains = torch.is_grad_enabled()
         label = name if trains else f"{name} without gradients"  # one worker alone may evaluate
         if not trains and self._counts[label] >= _MOST_WITHOUT_GRADIENTS:
@@ -217,6 +277,12 @@ def install_draws(draws: Draws) -> None:
         setattr(Tensor, name, _filler(draws, name, getattr(Tensor, name)))
     for name, spread in (("dropout", 0), ("dropout1d", 1), ("dropout2d", 2), ("dropout3d", 3)):
         setattr(functional, name, _dropout(draws, spread, getattr(functional, name)))
+    for place, name in (*((functional, name) for name in _INSIDE), *((torch, name) for name in _INSIDE_TORCH)):
+        setattr(place, name, _by_rows(draws, name, getattr(place, name)))
+    for name in _SEEDS:
+        given = _seed(draws, getattr(torch.random, name))
+        for place in (torch, torch.random):
+            setattr(place, name, given)
     functional.scaled_dot_product_attention = _attention(draws, functional.scaled_dot_product_attention)
 
 
@@ -286,7 +352,7 @@ def _dropout(draws: Draws, spread: int, original: Callable[..., Tensor]) -> Call
     @wraps(original)
     def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         plain = not draws.active or not training or not 0 < p < 1 or not torch.is_grad_enabled()
-        if plain or type(input) not in (Tensor, torch.nn.Parameter) or (spread and input.ndim != spread + 2):
+        if plain or type(input) not in (Tensor, nn.Parameter) or (spread and input.ndim != spread + 2):
             return original(input, p, training, inplace)
         shape = [*input.shape[:2], *([1] * spread)] if spread else list(input.shape)
         noise = _mask(draws, input, shape, p)
@@ -304,13 +370,57 @@ def _mask(draws: Draws, like: Tensor, shape: Sequence[int], p: float) -> Tensor:
     return draws.counted("dropout", draw, own=True) / (1 - p)
 
 
+def _by_rows(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns an operation that draws inside torch; one process calls it with each worker's rows and state."""
+    names = ("input", *list(signature(original).parameters)[1:]) if name in _INSIDE else ("input",)
+
+    @wraps(original)
+    def drawn(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        input: Any = given.get("input")
+        rest = args[len(names) :]
+        idle = name in _INSIDE and (not given.get("training", False) or not 0 < given.get("p", 0.5) < 1)
+        plain = not draws.active or not torch.is_grad_enabled() or rest or given.get("generator") is not None
+        if plain or idle or type(input) not in (Tensor, nn.Parameter) or input.ndim > 8:
+            return original(*args, **kwargs)
+        states = draws.counted(name, lambda: drawing_state(input, draws.copies), own=True)
+        changed = {key: value for key, value in given.items() if key not in ("input", "inplace")}
+        kept = input.clone() if given.get("inplace") else input  # the parts are saved for backward, and input changes
+        made = with_states(lambda part: original(part, **changed), kept, states) if draws.sources else None
+        if made is None:
+            draws.unequal += [name] if draws.sources else []
+            made = original(*args, **kwargs)
+        elif given.get("inplace"):
+            made = input.copy_(made)
+        draws.settle()
+        return made
+
+    return drawn
+
+
+def _seed(draws: Draws, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that gives torch's generator a state: no draw has moved it."""
+
+    @wraps(original)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        draws.look()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            draws.settle()
+
+    return seeded
+
+
 def _attention(draws: Draws, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def attended(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         p = given.get("dropout_p", 0.0)
-        if not draws.active or not 0 < p < 1 or not torch.is_grad_enabled() or given.get("enable_gqa"):
+        if not draws.active or not 0 < p < 1 or not torch.is_grad_enabled():
             return original(query, key, value, *args, **kwargs)
+        if given.get("enable_gqa"):
+            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
         scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
         scores = query @ key.transpose(-2, -1) * scale
         mask = given.get("attn_mask")

@@ -45,6 +45,22 @@ def kept_states() -> Iterator[dict[str, Any]]:
         set_states(states)
 
 
+class GeneratorWatch:
+    """Says whether torch's generator of the CPU has moved, as every draw moves it, also one inside torch."""
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def settle(self) -> None:
+        """Takes the state as it is now for known."""
+        self._last = torch.default_generator.get_state()
+
+    def has_moved(self) -> bool:
+        """Returns whether the state is another one than it was at the last call of either method."""
+        before, self._last = self._last, torch.default_generator.get_state()
+        return before is not None and not torch.equal(before, self._last)
+
+
 def watch_reseeding(tell: Callable[[str], None]) -> None:
     """Tells ``tell`` the user's line where torch's seed comes from the system after the script had given one.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from fleet.verify.data_findings import permutation_reason, shared_rows
 from fleet.verify.number_findings import Comparison
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
+from fleet.verify.user_lines import place_of
 from fleet.verify.waiting_findings import own_frame
 
 _OF_OTHER_DRAWS = ("unknown", "loss-over-own-batch")  # what other masks make of the numbers as well
@@ -61,13 +63,40 @@ def unequal_draws_reason(one: Run, findings: Sequence[Finding]) -> str:
     if failure := _own_failure_of(one, 0):
         return failure
     drawn = dict.fromkeys(one.end(0).get("unequal_draws") or [])
-    if not drawn or not findings or findings[0].cause not in _OF_OTHER_DRAWS:
+    if not drawn or not findings or not _is_of_other_draws(findings[0]):
         return ""
     return (
         f"One process could not be given what the workers drew with {', '.join(drawn)}, whose shape follows neither "
         "the rows of the batch nor their length, and the numbers differ. Turn these draws off (rates of dropout 0) to "
         "compare the rest."
     )
+
+
+def unseen_draws_reason(many: Run, one: Run, findings: Sequence[Finding]) -> str:
+    """Returns which module draws numbers that verify neither sees nor replays, before the first of ``findings``.
+
+    It is no evidence then: numbers that follow other draws differ in a correct script as well. ``""``: none does, or a
+    factor of all gradients or a difference between the workers says more than the draws can explain.
+    """
+    if not findings or not (_is_of_other_draws(findings[0]) or findings[0].cause == "accumulation-loss-count"):
+        return ""
+    updates = [*one.updates(0), *chain.from_iterable(many.updates(rank) for rank in range(len(many.records)))]
+    seen = [update["unseen"] for update in updates if update["n"] <= (findings[0].step or 1) and update.get("unseen")]
+    if not seen:
+        return ""
+    module, kind = seen[0]["module"], seen[0]["type"]
+    who = f"{module or 'The model'} ({kind})" if kind else "The training loop"
+    return (
+        f"{who} draws random numbers {'at' if seen[0]['ended'] else 'before'} {place_of(seen[0]['where'])}, by an "
+        "operation of torch that verify does not replay: one process cannot be given what the workers drew, and the "
+        "numbers differ. Turn these draws off (rates of dropout 0), or draw them by torch.rand and multiply, to "
+        "compare the rest."
+    )
+
+
+def _is_of_other_draws(finding: Finding) -> bool:
+    """Returns whether other draws alone may be what differs: they make other outputs of every module after them."""
+    return finding.cause in _OF_OTHER_DRAWS or finding.tensor == "output"
 
 
 def foreign_inputs_reason(many: Run, ranks: Sequence[int], module: str) -> str:

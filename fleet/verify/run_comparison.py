@@ -23,6 +23,7 @@ from fleet.verify.incomparable_runs import (
     no_update_reason,
     places,
     unequal_draws_reason,
+    unseen_draws_reason,
 )
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, Starter, VerifyRequest, process_starter, start_run
@@ -259,7 +260,7 @@ class _Judge:
         if call and not is_explained:
             self.findings = []
             raise NotComparable(call)
-        masks = unequal_draws_reason(one, self.findings)
+        masks = unequal_draws_reason(one, self.findings) or unseen_draws_reason(many, one, self.findings)
         if masks and not is_explained:
             self.findings = []
             raise NotComparable(masks)

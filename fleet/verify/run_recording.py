@@ -103,6 +103,7 @@ class Recording:
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Notes that ``module`` is called."""
+        self.draws.place_unseen(self._stack[-1][0] if self._stack else None, self.names)
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self._inside_step
         counts = counts and not is_fx_symbolic_tracing()  # torch.fx looks at a model, and trains nothing
         if counts and not any(noted for _, noted in self._stack):
@@ -205,6 +206,7 @@ class Recording:
         """Writes down what went in and came out, where training passes through ``module``."""
         if not self._stack or self._stack[-1][0] is not module:
             return
+        self.draws.place_unseen(module, self.names, ended=True)
         _, counts = self._stack.pop()
         name = self.names.get(id(module))
         if not counts or name is None or not torch.is_grad_enabled():
@@ -250,6 +252,7 @@ class Recording:
 
     def _note_line(self, what: str) -> None:
         """Keeps the user's line that does ``what`` in this update; the first one counts."""
+        self.draws.place_unseen(None)
         lines = self.current["lines"]
         if what not in lines:
             lines[what] = user_site()
@@ -457,6 +460,7 @@ class Recording:
             "buffers": self._buffers(),
             "states": self._states(),
             "draws": self.draws.own,
+            "unseen": self.draws.unseen,
             "generator": content(torch.get_rng_state()),
         }
         written = [{**one, **self.current, **shared} for one in pending]

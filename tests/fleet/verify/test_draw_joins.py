@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fleet.verify.draw_joins import drawn_as, joined, tensor_of
+from fleet.verify.draw_joins import drawing_state, drawn_as, joined, tensor_of, with_states
 
 A, B = torch.tensor([3, 1]), torch.tensor([2, 5])
 
@@ -47,3 +47,30 @@ def test_a_draw_comes_back_in_its_form(drawn: object) -> None:
 
 def test_what_is_no_number_is_left_alone() -> None:
     assert tensor_of("heads") is tensor_of(["a", "b"]) is tensor_of(None) is None
+
+
+@pytest.mark.parametrize("lies_across", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_operation_that_draws_inside_torch_gives_each_part_what_its_worker_got(
+    axis: int, *, lies_across: bool
+) -> None:
+    def operation(part: Tensor) -> Tensor:
+        return torch.alpha_dropout(part, 0.4, train=True)
+
+    parts, states, expected = [], [], []
+    for rank, rows in enumerate((3, 5)):
+        torch.manual_seed(rank)
+        part = torch.randn(7, rows) if axis else torch.randn(rows, 7)
+        parts.append(part.t().contiguous().t() if lies_across else part)
+        states.append(drawing_state(parts[-1], 1))
+        expected.append(operation(parts[-1]))
+    whole, together = torch.cat(parts, axis), torch.cat(states)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    made = with_states(operation, whole, together)
+    assert made is not None
+    assert torch.equal(made, torch.cat(expected, axis))
+    assert not torch.equal(before, torch.get_rng_state())  # no other call may begin with this state
+    assert with_states(operation, whole[:1], together) is None
+    shared = drawing_state(parts[1][:1].expand(parts[1].shape), 1)
+    assert with_states(operation, whole, torch.cat([states[0], shared])) is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet.verify.draw_replay import Draws, _generators, _picker
+from fleet.verify.draw_replay import Draws, _by_rows, _generators, _picker, _seed
 from fleet.verify.record_files import RecordFile, read_record
 
 
@@ -182,3 +182,78 @@ def test_a_worker_notes_the_lines_of_its_permutations(tmp_path: Path, *, active:
     assert first["n"] == 9
     assert first["where"].startswith(__file__)
     assert first["content"] != second["content"]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_draws_inside_torch_are_those_of_the_workers_also_where_they_are_made_again(
+    tmp_path: Path, *, inplace: bool
+) -> None:
+    def pass_through(draws: Draws, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rrelu = _by_rows(draws, "rrelu", torch.nn.functional.rrelu)
+        before = torch.get_rng_state()
+        found = []
+        for _ in range(2):
+            torch.set_rng_state(before)
+            draws.settle()
+            doubled = input.clone().requires_grad_() * 2
+            value = rrelu(doubled, training=True, inplace=inplace)
+            assert (value is doubled) == inplace
+            value.sum().backward()
+            found += [value, rrelu(value - 1, 0.2, 0.4, training=True)]
+            draws._counts.clear()  # the second time stands for a recomputation
+        draws.place_unseen(None)
+        assert draws.unseen == {}
+        assert torch.equal(found[0], found[2])
+        assert torch.equal(found[1], found[3])
+        return found[0], found[1]
+
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    made = []
+    for rank, rows in enumerate(inputs.chunk(2)):
+        torch.manual_seed(rank)
+        draws = Draws(tmp_path / str(rank))
+        draws.folder.mkdir()
+        draws.begin()
+        made.append(pass_through(draws, rows))
+        assert len(draws.own) == 4
+        draws.next_window()
+    one = Draws(tmp_path, [tmp_path / "0", tmp_path / "1"])
+    one.begin()
+    for found, parts in zip(pass_through(one, inputs), zip(*made, strict=True), strict=True):
+        assert torch.equal(found, torch.cat(parts))
+    assert one.unequal == []
+
+
+def test_what_draws_nothing_is_left_alone(tmp_path: Path) -> None:
+    draws = Draws(tmp_path)
+    draws.begin()
+    alpha = _by_rows(draws, "alpha_dropout", torch.nn.functional.alpha_dropout)
+    ones = torch.ones(4, 4)
+    assert alpha(ones, 0.0, True) is not None
+    assert torch.equal(alpha(ones, 0.5, False), ones)
+    assert draws.own == []
+    assert torch.equal(_by_rows(draws, "poisson", torch.poisson)(torch.zeros(2), torch.Generator()), torch.zeros(2))
+    assert draws.own == []
+
+
+def test_draws_that_nothing_here_makes_are_noticed_and_seeds_are_none(tmp_path: Path) -> None:
+    draws = Draws(tmp_path)
+    torch.dropout(torch.ones(4), 0.5, train=True)  # before the training loop
+    draws.begin()
+    drawn(draws, 2)
+    _seed(draws, torch.manual_seed)(1)
+    draws.place_unseen(None)
+    draws.active = False
+    torch.dropout(torch.ones(4), 0.5, train=True)
+    draws.active = True
+    draws.place_unseen(None)
+    assert draws.unseen == {}
+    torch.dropout(torch.ones(4), 0.5, train=True)
+    drawn(draws, 2)
+    module = torch.nn.Tanh()
+    draws.place_unseen(module, {id(module): "net.act"}, ended=True)
+    draws.place_unseen(None)
+    assert (draws.unseen.pop("where")).startswith(__file__)
+    assert draws.unseen == {"module": "net.act", "type": "Tanh", "ended": True}
+    draws.next_window()
+    assert draws.unseen == {}

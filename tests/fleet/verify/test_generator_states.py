@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fleet.verify.generator_states import generator_states, kept_states, set_states, watch_reseeding
+from fleet.verify.generator_states import (
+    GeneratorWatch,
+    generator_states,
+    kept_states,
+    set_states,
+    watch_reseeding,
+)
 from fleet.verify.loader_replay import ReplayedBatches, rows_of
 from fleet.verify.record_files import RecordFile, read_record
 
@@ -33,6 +39,16 @@ def test_generators_go_on_from_their_states() -> None:
     assert draws() == expected
     set_states(states)
     assert draws() == expected
+
+
+def test_a_draw_inside_torch_moves_the_generator() -> None:
+    watch = GeneratorWatch()
+    assert not watch.has_moved()
+    torch.dropout(torch.ones(4), 0.5, train=True)
+    assert [watch.has_moved(), watch.has_moved()] == [True, False]
+    torch.dropout(torch.ones(4), 0.5, train=True)
+    watch.settle()
+    assert not watch.has_moved()
 
 
 def test_a_seed_from_the_system_after_one_that_was_given_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

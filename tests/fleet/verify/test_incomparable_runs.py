@@ -12,6 +12,7 @@ from fleet.verify.incomparable_runs import (
     gathering_reason,
     own_failure,
     unequal_draws_reason,
+    unseen_draws_reason,
 )
 from fleet.verify.number_findings import Comparison
 from fleet.verify.paired_runs import Run
@@ -62,3 +63,23 @@ def test_rows_that_two_workers_read_themselves_are_counted() -> None:
     for right in (reason([1.0, 2.0], [3.0, 4.0]), reason([1.0, 1.0], [1.0, 1.0])):
         assert "more than one worker" not in right
         assert "randperm" not in right
+
+
+def test_draws_that_verify_does_not_see_accuse_no_module_after_them() -> None:
+    def reason_of(place: dict[str, Any], *, step: int = 2, cause: str = "unknown", tensor: str = "loss") -> str:
+        drawing = Run(folder=Path("x"), records=[[{"kind": "update", "n": n, "unseen": place} for n in (2, 3)]])
+        finding = Finding(cause=cause, sentence="", step=step, tensor=tensor)
+        quiet = Run(folder=Path("x"), records=[[{"kind": "update", "n": 2}]])
+        found = {unseen_draws_reason(*runs, [finding]) for runs in ((drawing, quiet), (quiet, drawing))}
+        assert len(found) == 1
+        return found.pop()
+
+    inside = {"module": "drop", "type": "Dropped", "where": "x.py:7", "ended": True}
+    assert reason_of(inside).startswith("drop (Dropped) draws random numbers at x.py:7")
+    assert "(Net) draws random numbers before x.py:7" in reason_of({**inside, "type": "Net", "ended": False})
+    loop = reason_of({**inside, "module": "", "type": ""}, cause="loss-over-own-batch")
+    assert loop.startswith("The training loop draws")
+    assert reason_of(inside, cause="batchnorm-statistics", tensor="output")
+    assert reason_of(inside, step=1) == reason_of({}) == ""
+    assert reason_of(inside, cause="gradients-not-averaged", tensor="gradient of w") == ""
+    assert unseen_draws_reason(Run(folder=Path("x")), Run(folder=Path("x")), []) == ""

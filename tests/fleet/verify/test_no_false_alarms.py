@@ -86,6 +86,30 @@ def test_a_correct_script_is_equal(name: str, tmp_path: Path, starter: Starter) 
     assert_equal(_Judge(request, tmp_path, starter).report().to_json())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replayed", "unseen", "said"),
+    [
+        ("torch.poisson(x.detach().abs())", "torch.rrelu(x, 0.1, 0.4, True)", "The model (Classifier) draws"),
+        (
+            "cross_entropy(model(x), y)",
+            "cross_entropy(torch.dropout(model(x), 0.2, True), y)",
+            "The training loop draws",
+        ),
+    ],
+    ids=["in the model", "in the loss"],
+)
+def test_draws_that_are_not_replayed_accuse_nothing(replayed: str, unseen: str, said: str, tmp_path: Path) -> None:
+    right = (ROOT / FOLDER / "clean/drawn_inside_torch.py").read_text(encoding="utf-8")
+    assert right.count(replayed) == 1
+    script = tmp_path / "train.py"
+    script.write_text(right.replace(replayed, unseen), encoding="utf-8")
+    report = verify(script, tmp_path)
+    assert report["outcome"] == "not_comparable", report["findings"]
+    assert report["notes"][0].startswith(said), report["notes"]
+    assert "train.py:" in report["notes"][0]
+
+
 @pytest.mark.parametrize("name", sampled(list(EXAMPLES), {"resnet"}))
 def test_an_example_is_equal(name: str, tmp_path: Path) -> None:
     script, arguments = EXAMPLES[name]

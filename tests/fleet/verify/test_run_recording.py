@@ -67,6 +67,27 @@ def test_a_model_that_is_followed_is_not_trained(tmp_path: Path) -> None:
     recording.record.close()
 
 
+def test_the_first_place_that_draws_without_being_seen_is_noted(tmp_path: Path) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(torch.dropout(self.first(x), 0.5, self.training))
+
+    recording = recording_in(tmp_path)
+    model = watched(recording, Noisy())
+    recording.draws.begin()
+    model.eval()(torch.ones(1, 2))
+    assert recording.draws.unseen == {}
+    model.train()(torch.ones(1, 2))
+    place = recording.draws.unseen
+    assert (place["module"], place["type"], place["ended"]) == ("", "Noisy", False)
+    assert place["where"].startswith(__file__)
+    recording.record.close()
+
+
 def test_an_optimizer_that_ends_with_the_script_had_its_parameters(tmp_path: Path) -> None:
     recording = recording_in(tmp_path)
     model = watched(recording, nn.Linear(2, 2))
