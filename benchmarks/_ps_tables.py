@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def print_tables(args: argparse.Namespace) -> None:
     """Measures and prints the table."""
-    blocks, seconds = (3, 1.0) if args.quick else (5, 3.0)
+    blocks, seconds = (3, 1.0) if args.quick else (5, 2.0)
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; {blocks} blocks of {seconds:g} s of each kind")
     variants = [name for name in args.variants if hasattr(fleet, NEEDS.get(name, "fleet"))]
     for name in args.variants:

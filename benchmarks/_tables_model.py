@@ -116,15 +116,16 @@ def block(
     done = 0
     start = limit = 0.0
     before: Measured = {}
-    for number, batch in enumerate(loader):
-        if number == uncounted:
-            before = {name: read() for name, read in gauges.items()}
-            start = time.perf_counter()
-            limit = start + seconds
+    for number, batch in enumerate(loader, 1):
         step(batch)
-        if number >= uncounted:
+        if number > uncounted:
             done += 1
             if done >= steps or time.perf_counter() >= limit:
                 break
+        # Before the loader is asked for the next batch, whose rows it may request.
+        elif number == uncounted:
+            before = {name: read() for name, read in gauges.items()}
+            start = time.perf_counter()
+            limit = start + seconds
     taken = time.perf_counter() - start
     return {"steps": done, "wall_s": taken, **{name: read() - before[name] for name, read in gauges.items()}}

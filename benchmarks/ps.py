@@ -3,7 +3,7 @@
     python benchmarks/ps.py                  # all parts, one table: about fifteen minutes
     python benchmarks/ps.py --quick          # fewer and shorter repeats, a tenth of the rows: about three
     python benchmarks/ps.py --only training  # or: kernels, wire, script, publish, serving
-    python benchmarks/ps.py --only tables    # models with one table a feature: seven minutes, two with --quick
+    python benchmarks/ps.py --only tables    # models with one table a feature: five minutes, or two
     python benchmarks/ps.py --only script --data PATH  # the untuned script, on files in Criteo's format
     python benchmarks/ps.py --only large     # 50 million rows on one server: minutes, 24 GB, 10 GB of disk
     python benchmarks/ps.py --only standby   # what a standby costs its server: a minute or two
