@@ -52,6 +52,7 @@ _HOMES = {
     "Role": "fleet.role_maker",
     "ShowClickEntry": "fleet.ps",
     "SparseEmbedding": "fleet.ps",
+    "SparseEmbeddings": "fleet.ps",
     "StrategyFactory": "fleet.paddle.strategy_factory",
     "UserDefinedRoleMaker": "fleet.role_maker",
     "UtilBase": "fleet.job.util",

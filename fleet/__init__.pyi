@@ -82,6 +82,7 @@ from fleet.ps import CountFilterEntry as CountFilterEntry
 from fleet.ps import ProbabilityEntry as ProbabilityEntry
 from fleet.ps import ShowClickEntry as ShowClickEntry
 from fleet.ps import SparseEmbedding as SparseEmbedding
+from fleet.ps import SparseEmbeddings as SparseEmbeddings
 from fleet.role_maker import PaddleCloudRoleMaker as PaddleCloudRoleMaker
 from fleet.role_maker import Role as Role
 from fleet.role_maker import RoleMakerBase
@@ -120,6 +121,7 @@ __all__ = [
     "Role",
     "ShowClickEntry",
     "SparseEmbedding",
+    "SparseEmbeddings",
     "StrategyFactory",
     "StreamDataset",
     "UserDefinedRoleMaker",
@@ -532,7 +534,7 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
 
     The rows of each batch are requested before the model looks them up: in async and geo mode, and with
     ``max_staleness`` of 1 or more, those of the next batch while this one is computed; else those of this batch
-    when the loop takes it, so the step sees what it would see without. In the first two batches, lookups show which
+    with its first lookup, so the step sees what it would see without. In the first two batches, lookups show which
     tensors, or columns, of a batch are the ids of which table; ids that are computed inside the model are still
     requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
     batch of another form costs a message and changes no result; after eight such messages in turn, as in a loop

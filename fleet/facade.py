@@ -547,7 +547,7 @@ class Fleet:
 
         The rows of each batch are requested before the model looks them up: in async and geo mode, and with
         ``max_staleness`` of 1 or more, those of the next batch while this one is computed; else those of this batch
-        when the loop takes it, so the step sees what it would see without. In the first two batches, lookups show which
+        with its first lookup, so the step sees what it would see without. In the first two batches, lookups show which
         tensors, or columns, of a batch are the ids of which table; ids that are computed inside the model are still
         requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
         batch of another form costs a message and changes no result; after eight such messages in turn, as in a loop

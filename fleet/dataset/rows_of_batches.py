@@ -1,4 +1,4 @@
-"""The batches of a dataset, whose rows on parameter servers are requested together when the loop takes a batch."""
+"""The batches of a dataset, whose rows on parameter servers are requested together with the first lookup."""
 
 from __future__ import annotations
 

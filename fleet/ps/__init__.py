@@ -9,6 +9,7 @@ from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
     "SparseEmbedding": "embeddings.embedding",
+    "SparseEmbeddings": "embeddings.collection",
     "Client": "client.client",
     "ClientConfig": "client.client_config",
     "Gradient": "client.shards",

@@ -7,6 +7,7 @@ Names are resolved at first use: importing this package loads neither numpy nor 
 from fleet.ps.client.client import Client as Client
 from fleet.ps.client.client_config import ClientConfig as ClientConfig
 from fleet.ps.client.shards import Gradient as Gradient
+from fleet.ps.embeddings.collection import SparseEmbeddings as SparseEmbeddings
 from fleet.ps.embeddings.embedding import SparseEmbedding as SparseEmbedding
 from fleet.ps.files.table_files import load_dense as load_dense
 from fleet.ps.files.table_files import load_table as load_table
@@ -74,6 +75,7 @@ __all__ = [
     "ShowClickEntry",
     "SocketTransport",
     "SparseEmbedding",
+    "SparseEmbeddings",
     "SparseTable",
     "SparseTableConfig",
     "StaleDelta",

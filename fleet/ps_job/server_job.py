@@ -184,9 +184,8 @@ class ServerJob:
             if trainer is None:
                 return None
             if trainer not in made:
-                modules = {part.table_id: part.modules for part in trainer.plan.sparse}
-                say = self._job.say if may_read_ahead else lambda line: None
-                made[trainer] = BatchRows(modules, trainer.request_rows, say)
+                modules = [module for part in trainer.plan.sparse for module in part.modules]
+                made[trainer] = BatchRows(modules, self._job.say if may_read_ahead else lambda line: None)
             return made[trainer]
 
         def reads_ahead() -> bool:

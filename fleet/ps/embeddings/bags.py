@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from fleet.errors import ConfigError
+from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
 
@@ -54,8 +54,10 @@ class Bags:
 
     def without(self, padding_idx: int | None) -> Keys | None:
         """Returns the places of the ids that are not ``padding_idx``, ``None`` where all are."""
+        if padding_idx is None:
+            return None
         padding = self.ids == padding_idx
-        return np.flatnonzero(~padding) if padding_idx is not None and padding.any() else None
+        return np.flatnonzero(~padding) if padding.any() else None
 
 
 class _Unfit(Exception):
@@ -150,12 +152,12 @@ def combined(bags: Bags, present: Keys | None, rows: Tensor, places: Tensor, com
         bags: the ids.
         present: places of the ids that have a row; the others count as zeros, or not at all in a bag. ``None``: all.
         rows: float32 [u, dim].
-        places: int64, for each id that has a row, its place in ``rows``.
+        places: int32, for each id that has a row, its place in ``rows``.
         combiner: as in :func:`bags_of`.
     """
     dim = rows.shape[1]
     if bags.offsets is None:
-        found = torch.embedding(rows, places)
+        found = picked(rows, places)
         if present is not None:
             spread = rows.new_zeros(len(bags.ids), dim)
             found = spread.index_copy(0, torch.from_numpy(present).to(rows.device), found)
@@ -165,8 +167,31 @@ def combined(bags: Bags, present: Keys | None, rows: Tensor, places: Tensor, com
         starts = np.searchsorted(present, bags.offsets)
     if not len(rows):  # embedding_bag refuses a table without rows
         return rows.new_zeros(len(starts), dim).view(*bags.shape, dim)
-    found = F.embedding_bag(places, rows, torch.from_numpy(starts).to(rows.device), mode=combiner)
+    found = pooled(rows, places, torch.from_numpy(starts).to(rows.device), combiner)
     return found.view(*bags.shape, dim)
+
+
+def joined(each: Sequence[Bags], present: Sequence[Keys | None]) -> tuple[Bags, Keys | None]:
+    """Returns the bags of several lookups of one combiner, one behind the other, and the places of the present ids.
+
+    Example:
+        >>> bags, _ = joined([bags_of([[1, 2], []], None, "sum", 1), bags_of([[3]], None, "sum", 1)], [None, None])
+        >>> bags.ids.tolist(), bags.offsets.tolist(), bags.shape
+        ([1, 2, 3], [0, 2, 2], (3,))
+    """
+    sizes = [len(one.ids) for one in each]
+    starts = np.cumsum([0, *sizes[:-1]])
+    ids = np.concatenate([one.ids for one in each])
+    own = [one.offsets for one in each if one.offsets is not None]
+    if own:
+        offsets = np.concatenate(own) + np.repeat(starts, [len(one) for one in own])
+        bags = Bags(ids, offsets, (len(offsets),))
+    else:
+        bags = Bags(ids, None, (len(ids),))
+    if all(places is None for places in present):
+        return bags, None
+    kept = [np.arange(size) if places is None else places for places, size in zip(present, sizes, strict=True)]
+    return bags, np.concatenate(kept) + np.repeat(starts, [len(places) for places in kept])
 
 
 def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor | None) -> Bags:
@@ -203,6 +228,9 @@ def _as_tensor(part: Any) -> Tensor:
 
 
 def _flat(ids: Tensor) -> Keys:
+    if ids.dtype is torch.int64 and ids.is_cpu:
+        usual: Keys = np.ascontiguousarray(ids.numpy()).reshape(-1)
+        return usual
     if ids.dtype not in _WHOLE and ids.dtype is not torch.uint64:
         raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
     same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
-from fleet.ps.embeddings.lookup import ExpectedRows, Request, RowLookup, TrainedRows
+from fleet.ps.embeddings.lookup import ExpectedRows, RowLookup, TrainedRows, expect_together
 
 _TRIES = 3  # batches in which the ids of a lookup are searched in vain
 _REFUSALS = 8  # requests in turn that were in vain: a barrier or a save makes two of them
@@ -226,18 +226,13 @@ class BatchRows:
     """Requests the rows of coming batches for the lookups of a model.
 
     Args:
-        modules: by table.
-        request: requests rows, see :data:`fleet.ps.embeddings.lookup.Request`.
+        modules: of the model, whose rows are on servers.
         say: receives each line meant for the user.
     """
 
-    def __init__(
-        self, modules: Mapping[int, Sequence[LooksUp]], request: Request, say: Callable[[str], None] = print
-    ) -> None:
-        self._tables = {id(module): table_id for table_id, group in modules.items() for module in group}
-        self._by_lookup = {id(module.lookup): module for group in modules.values() for module in group}
-        self._modules = [module for group in modules.values() for module in group]
-        self._request = request
+    def __init__(self, modules: Sequence[LooksUp], say: Callable[[str], None] = print) -> None:
+        self._by_lookup = {id(module.lookup): module for module in modules}
+        self._modules = list(modules)
         self._places = _IdPlaces(say)
         self._batch: Any = None
         self._calls: dict[LooksUp, int] = defaultdict(int)
@@ -245,53 +240,62 @@ class BatchRows:
         self._expected: list[_Requested] = []
         self._leftover: list[_Requested] = []
         self._unheard: set[_Call] = set()  # calls of this batch whose rows were requested
+        self._is_due = False
+        self._is_running = False
+        self._outer: BatchRows | None = None  # the loop in which this one runs
 
     def request(self, batch: Any, is_next: bool) -> None:
         """Requests the rows of ``batch``, for the next step while this one is computed, or for this step."""
-        wanted: dict[int, list[tuple[_Call, Keys, Keys, Any]]] = defaultdict(list)
+        calls: list[_Call] = []
+        asked = []
         for call, place in self._places.known.items():
             module = call[0]
             tensor = place.read(batch)
             if tensor is None or not isinstance(module.lookup.source, TrainedRows):
                 continue
             try:
-                # A copy: the loop may write to the batch before its lookups.
-                ids = np.array(module.keys_of(tensor))
+                asked.append((module.lookup, module.keys_of(tensor)))
             except (IndexError, ConfigError):
                 continue  # the lookup says what is wrong, at the line of the model
-            wanted[self._tables[id(module)]].append((call, ids, *module.lookup.distinct(ids)))
-        if not wanted:
-            return
-        asked = {table_id: np.concatenate([keys for _, _, keys, _ in calls]) for table_id, calls in wanted.items()}
-        coming = self._request(asked, is_next)
-        if coming is None:
-            return
-        for calls in wanted.values():
-            start = 0
-            for call, ids, keys, inverse in calls:
-                lookup = call[0].lookup
-                assert lookup.source is not None
-                lookup.source.asked += len(keys)
-                rows = ExpectedRows(ids, keys, inverse, coming, start)
-                lookup.expect(rows)
-                self._expected.append((call, rows))
-                start += len(keys)
+            calls.append(call)
+        for call, expected in zip(calls, expect_together(asked, is_next), strict=True):
+            if expected is not None:
+                self._expected.append((call, expected))
 
-    def begin(self, batch: Any, requested: int) -> None:
+    def begin(self, batch: Any, requested: int, *, requests: bool = False) -> None:
         """Hears the lookups from here on: the loop works with ``batch``.
 
-        ``requested`` of the rows that were requested last belong to a later batch; what earlier batches left is
-        forgotten.
+        Args:
+            batch: of the loop.
+            requested: how many of the rows that were requested last belong to a later batch; what earlier batches left
+                is forgotten.
+            requests: the first lookup requests the rows of all, as the batch is then.
         """
         self._forget(self._leftover)
-        kept = len(self._expected) - requested
-        self._leftover = self._expected[:kept]
-        self._expected = self._expected[kept:]
-        self._unheard = {call for call, _ in self._leftover}
+        self._take(len(self._expected) - requested)
         self._batch = batch
+        self._is_due = requests
         self._calls.clear()
         for module in self._modules:
-            module.lookup.heard = self._hear
+            outer = module.lookup.loop
+            if outer is not self:
+                self._outer = outer if isinstance(outer, BatchRows) else None
+                module.lookup.loop = self
+        self._is_running = True
+
+    def _take(self, count: int) -> None:
+        """Counts the first rows that are expected as those of the batch at hand."""
+        self._leftover = self._expected[:count]
+        self._expected = self._expected[count:]
+        self._unheard = {call for call, _ in self._leftover}
+
+    def begin_lookup(self) -> None:
+        """Requests the rows of the batch if they are due."""
+        # An evaluation inside the loop is none of this batch's lookups.
+        if self._is_due and (torch.is_grad_enabled() or not self._has_trained):
+            self._is_due = False
+            self.request(self._batch, False)
+            self._take(len(self._expected))
 
     @property
     def num_expected(self) -> int:
@@ -301,9 +305,15 @@ class BatchRows:
     def end(self) -> None:
         """Hears no lookups any more, and forgets what was requested."""
         self._batch = None
+        self._is_due = False
+        self._is_running = False
+        # This may have been a loop inside another one, whose batch is looked up again from here on.
+        while self._outer is not None and not self._outer._is_running:
+            self._outer = self._outer._outer
         for module in self._modules:
-            if module.lookup.heard == self._hear:
-                module.lookup.heard = None
+            if module.lookup.loop is self:
+                module.lookup.loop = self._outer
+        self._outer = None
         self._forget(self._leftover)
         self._forget(self._expected)
 
@@ -313,7 +323,8 @@ class BatchRows:
             module.lookup.give_up(expected)
         rows.clear()
 
-    def _hear(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
+    def end_lookup(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
+        """Learns where the batch has the ids, unless their rows were expected."""
         trains = torch.is_grad_enabled()
         if trains and not self._has_trained:  # what was heard before was an evaluation
             self._has_trained = True
@@ -371,10 +382,12 @@ class Prefetched:
 
 
 def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
-    """Yields ``batch`` and the others, each when its rows were requested for the step that it is for."""
+    """Yields ``batch`` and the others; the first lookup in each requests the rows of all.
+
+    Not earlier: a save in between would hold rows of ids that nobody looked up, and the loop may change the batch.
+    """
     while batch is not _END:
-        rows.request(batch, False)
-        rows.begin(batch, 0)
+        rows.begin(batch, 0, requests=True)
         yield batch
         batch = next(batches, _END)
 

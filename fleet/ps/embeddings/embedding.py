@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, flat_ids, keys_of_slots
-from fleet.ps.embeddings.lookup import LocalRows, RowLookup
+from fleet.ps.embeddings.lookup import LocalRows, RowLookup, RowSource
 from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain
 from fleet.ps.table.accessor import Accessor
 from fleet.ps.table.bounds import bounds_of
@@ -48,6 +49,20 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """
     scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]
     return scaled
+
+
+@dataclass(slots=True)
+class IdsOfCall:
+    """What one forward looks up: its bags, and of the ids that are not padding their places, keys and counts.
+
+    ``present`` is ``None`` where all ids are present.
+    """
+
+    bags: Bags
+    present: np.ndarray | None
+    keys: np.ndarray
+    shows: np.ndarray | None = None
+    clicks: np.ndarray | None = None
 
 
 class SparseEmbedding(WatchesWeight):
@@ -187,10 +202,7 @@ class SparseEmbedding(WatchesWeight):
             offsets: where each sample (and slot) begins in flat ids; of a dataset's batch ``offsets[:-1]``.
             show, click: one number per sample, which the rows of an accessor add up; needed with ShowClickEntry.
         """
-        bags, keys = self._bags(ids, offsets)
-        shows, clicks = self._counts(bags, show, click)
-        found = self._combined(bags, keys, shows, clicks)
-        return scale_gradient(found, len(found)) if self._scales else found
+        return self.scaled(self._combined(self.take_apart(ids, offsets, show, click)))
 
     def prefetch(self, ids: Ids, offsets: Tensor | None = None) -> None:
         """Asks the servers for the rows of the next batch, so that they travel while this one is computed.
@@ -213,12 +225,12 @@ class SparseEmbedding(WatchesWeight):
             ...     if following is not None:
             ...         embedding.prefetch(following)
         """
-        self.lookup.prefetch(self._present(*self._bags(ids, offsets)))
+        self.lookup.prefetch(self.take_apart(ids, offsets, counts=False).keys)
 
     def keys_of(self, ids: Tensor) -> np.ndarray:
         """Returns the keys that a forward with ``ids`` looks up, also of flat ids whose offsets are elsewhere."""
         if self.separate_slots:
-            return self._present(*self._bags(ids, None))
+            return self.take_apart(ids, counts=False).keys
         flat = flat_ids(ids)
         return flat if self.padding_idx is None else flat[flat != self.padding_idx]
 
@@ -256,20 +268,59 @@ class SparseEmbedding(WatchesWeight):
         """Returns the rows of ``ids`` as they are now, float32 [..., dim], without recording gradients."""
         bags = bags_of(ids.reshape(-1), None, "none", 1)
         with torch.no_grad():
-            return self._combined(bags, bags.ids, None, None).view(*ids.shape, -1)
+            return self._combined(self._present(bags, bags.ids)).view(*ids.shape, -1)
 
     def extra_repr(self) -> str:
         """Returns the main arguments."""
         return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"
 
+    # -- for SparseEmbeddings ------------------------------------------------------------------------------------
+
+    def take_apart(
+        self,
+        ids: Ids,
+        offsets: Tensor | None = None,
+        show: Tensor | None = None,
+        click: Tensor | None = None,
+        *,
+        counts: bool = True,
+    ) -> IdsOfCall:
+        """Returns what a forward with these arguments looks up.
+
+        Args:
+            ids, offsets, show, click: of :meth:`forward`.
+            counts: whether the numbers of shows and clicks matter.
+
+        Raises:
+            ConfigError: an argument does not fit the module.
+        """
+        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
+        keys = keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
+        return self._present(bags, keys, *(self._counts(bags, show, click) if counts else ()))
+
+    def find_source(self) -> RowSource:
+        """Returns where the rows are: in this process until the module is connected to servers."""
+        if self.lookup.source is None:
+            self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
+        return self.lookup.source
+
+    def scaled(self, found: Tensor) -> Tensor:
+        """Returns the result of a forward; its gradient counts once per sample where the table says so."""
+        return scale_gradient(found, len(found)) if self._scales else found
+
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether the table keeps shows and clicks."""
+        return self._accessor is not None
+
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _bags(self, ids: Ids, offsets: Tensor | None) -> tuple[Bags, np.ndarray]:
-        bags = bags_of(ids, offsets, self.combiner, self.num_slots)
-        return bags, keys_of_slots(bags, self.num_slots) if self.separate_slots else bags.ids
-
-    def _present(self, bags: Bags, keys: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(keys if self.padding_idx is None else keys[bags.ids != self.padding_idx])
+    def _present(self, bags: Bags, keys: np.ndarray, shows: Any = None, clicks: Any = None) -> IdsOfCall:
+        present = bags.without(self.padding_idx)
+        if present is not None:
+            keys = keys[present]
+            shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
+        return IdsOfCall(bags, present, np.ascontiguousarray(keys), shows, clicks)
 
     def _new_lookup(self, config: SparseTableConfig | None = None) -> RowLookup:
         config = config or self.table_config(Rule("sgd"))
@@ -281,18 +332,13 @@ class SparseEmbedding(WatchesWeight):
             slot=self.slot,
         )
 
-    def _combined(self, bags: Bags, keys: np.ndarray, shows: Any, clicks: Any) -> Tensor:
+    def _combined(self, call: IdsOfCall) -> Tensor:
         with as_plain():
             device = self.weight.device
             is_trained = self.weight.requires_grad
-        present = bags.without(self.padding_idx)
-        if present is not None:
-            keys = keys[present]
-            shows, clicks = (None if a is None else a[present] for a in (shows, clicks))
-        if self.lookup.source is None:
-            self.lookup.source = LocalRows(self.table_config(Rule("sgd")))
-        rows, places = self.lookup.find(np.ascontiguousarray(keys), device, shows, clicks, trained=is_trained)
-        return combined(bags, present, rows, places, self.combiner)
+        self.find_source()
+        rows, places = self.lookup.find(call.keys, device, call.shows, call.clicks, trained=is_trained)
+        return combined(call.bags, call.present, rows, places, self.combiner)
 
     def _counts(self, bags: Bags, show: Tensor | None, click: Tensor | None) -> tuple[Any, Any]:
         if show is None and click is None and not isinstance(self.entry, ShowClickEntry):

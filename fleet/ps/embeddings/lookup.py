@@ -12,8 +12,8 @@ and never a wrong row.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, Protocol, TypeAlias
@@ -26,11 +26,13 @@ from torch import Tensor
 from fleet.errors import ConfigError, NotInitializedError
 from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Keys, Rows
+from fleet.ps.embeddings.leaf_gradient import LeafGradient, LeafPart
 from fleet.ps.table.ids import UniqueKeys
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.sparse_table import SparseTable
 
 Counts = NDArray[np.float32]
+_NO_ROWS = np.empty((0, 0), np.float32)
 
 
 RowSource: TypeAlias = "LocalRows | TrainedRows"
@@ -48,15 +50,39 @@ class ComingRows(Protocol):
 Request: TypeAlias = Callable[[Mapping[int, Keys], bool], ComingRows | None]
 
 
+class HearsLookups(Protocol):
+    """A loop whose lookups are heard while it works with a batch."""
+
+    def begin_lookup(self) -> None:
+        """Called before a lookup, which takes the rows that are requested here."""
+
+    def end_lookup(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
+        """Called with the ids of a lookup, and whether their rows were expected."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RequestedRows:
+    """Rows on their way to one lookup: ``count`` rows, from ``start`` on, of those that were requested of its table."""
+
+    coming: ComingRows
+    table_id: int
+    start: int
+    count: int
+
+    def take(self) -> Rows | None:
+        """Waits for the rows; returns ``None`` if they are too old by now."""
+        rows = self.coming.rows(self.table_id)
+        return None if rows is None else rows[self.start : self.start + self.count]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpectedRows:
-    """Rows on their way to one lookup: rows ``start`` to ``start + len(keys)`` of its table's."""
+    """Rows that were requested before the lookup of ``ids``."""
 
     ids: Keys
     keys: Keys  # the distinct ones of ``ids``
     inverse: NDArray[np.int32]
-    coming: ComingRows
-    start: int = 0
+    requested: RequestedRows
 
     def is_of(self, ids: Keys) -> bool:
         """Returns whether the rows are those of ``ids``, in this order."""
@@ -123,6 +149,38 @@ class TrainedRows:
         return self
 
 
+class SharedUniqueKeys:
+    """A :class:`UniqueKeys` for each thread that looks up at this moment."""
+
+    def __init__(self) -> None:
+        self._spare = [UniqueKeys()]
+
+    def __call__(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
+        """Returns the distinct ids, and the place of each id among them."""
+        unique = self._take()
+        try:
+            return unique(ids)
+        finally:
+            self._spare.append(unique)
+
+    def of_parts(self, parts: Sequence[Keys]) -> list[tuple[Keys, NDArray[np.int32]]]:
+        """Returns for each array of ids what a call with it returns."""
+        unique = self._take()
+        try:
+            return unique.of_parts(parts)
+        finally:
+            self._spare.append(unique)
+
+    def _take(self) -> UniqueKeys:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return UniqueKeys()
+
+
+distinct_together = SharedUniqueKeys().of_parts  # :meth:`RowLookup.distinct`, for the ids of several lookups
+
+
 class RowLookup:
     """Finds the rows of ids for one module.
 
@@ -154,18 +212,17 @@ class RowLookup:
         self._skipped = skipped
         self._slot = slot
         self._in_weight = in_weight
-        self._spare = [UniqueKeys()]  # one for each thread that looks up at this moment
-        self._ready: list[tuple[Tensor, Gradient]] = []
+        self._unique = SharedUniqueKeys()
+        self._ready: list[tuple[LeafPart, Gradient]] = []
         self._expected: deque[ExpectedRows] = deque()
-        self.heard = None
+        self.loop = None
 
     source: RowSource | None
     whole: Tensor | None  # a leaf that lookups read in place of the source, and that takes sparse gradients
     # Brings ``whole`` up to date where it is a replica: as far as the mode requires, or to the servers' rows of now.
     # Only lookups that train read it.
     bring: Callable[[bool], None] | None
-    # Called with each lookup's ids, and whether their rows were expected.
-    heard: Callable[[RowLookup, Keys, bool], None] | None
+    loop: HearsLookups | None
     is_copy = False  # of the lookup of another module, with the same table
 
     def find(
@@ -193,21 +250,34 @@ class RowLookup:
             places = places.to(device)
         if trained and torch.is_grad_enabled():
             assert self.source is not None
-            self._watch(rows, self._gradient_of(keys, inverse, shows, clicks), self.source)
+            self._watch(rows, self.gradient_of(keys, inverse, shows, clicks), self.source)
         return rows, places
 
     def rows_of(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]]:
         """Returns the rows of the distinct ids, these ids, and the place of each id among them."""
-        assert self.source is not None
-        if self._expected or self.heard is not None:
-            expected = self._arrived(ids)
-            if self.heard is not None:
-                self.heard(self, ids, expected is not None)
-            if expected is not None:
-                return expected
+        expected = self.arrived(ids)
+        if expected is not None:
+            return expected
         keys, inverse = self.distinct(ids)
+        return self.ask(keys), keys, inverse
+
+    def arrived(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
+        """Returns what :meth:`rows_of` does if the rows of ``ids`` were expected; each lookup begins with it."""
+        loop = self.loop
+        if loop is not None:
+            loop.begin_lookup()
+        elif not self._expected:
+            return None
+        expected = self._take_expected(ids)
+        if loop is not None:
+            loop.end_lookup(self, ids, expected is not None)
+        return expected
+
+    def ask(self, keys: Keys) -> Rows:
+        """Returns the rows of distinct ids."""
+        assert self.source is not None
         self.source.asked += len(keys)
-        return self.source.rows(keys), keys, inverse
+        return self.source.rows(keys)
 
     def leave(self) -> None:
         """Refuses what would ask the servers, in a process that was forked from the worker: it has no connection."""
@@ -226,20 +296,16 @@ class RowLookup:
 
     def prefetch(self, ids: Keys) -> None:
         """Asks for the rows of the next batch; :meth:`find` takes them when it is given the same ids."""
-        if self.source is None:
-            return
-        keys, inverse = self.distinct(ids)
-        coming = self.source.request({self.source.table_id: keys}, True)
-        if coming is not None:
-            self.source.asked += len(keys)
-            self.expect(ExpectedRows(ids.copy(), keys, inverse, coming))
-            # Of a loop that asks for rows and never looks them up, no more than two batches are kept.
-            while len(self._expected) > 2:
-                self._expected.popleft()
+        prefetch_together([(self, ids)])
 
     def expect(self, rows: ExpectedRows) -> None:
         """Notes rows that were requested for a coming lookup."""
         self._expected.append(rows)
+
+    def forget_all_but(self, count: int) -> None:
+        """Forgets what was expected first: a loop may ask for rows and never look them up."""
+        while len(self._expected) > count:
+            self._expected.popleft()
 
     def expect_nothing(self) -> None:
         """Forgets all rows that were requested."""
@@ -252,25 +318,14 @@ class RowLookup:
 
     def distinct(self, ids: Keys) -> tuple[Keys, NDArray[np.int32]]:
         """Returns the distinct ids, and the place of each id among them."""
-        try:
-            unique = self._spare.pop()
-        except IndexError:
-            unique = UniqueKeys()
-        try:
-            return unique(ids)
-        finally:
-            self._spare.append(unique)
+        return self._unique(ids)
 
-    def _arrived(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
-        assert self.source is not None
+    def _take_expected(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
         for place, expected in enumerate(self._expected):
             if expected.is_of(ids):
                 del self._expected[place]
-                rows = expected.coming.rows(self.source.table_id)
-                if rows is None:
-                    return None
-                start = expected.start
-                return rows[start : start + len(expected.keys)], expected.keys, expected.inverse
+                rows = expected.requested.take()
+                return None if rows is None else (rows, expected.keys, expected.inverse)
         return None
 
     def take(self) -> Gradient | None:
@@ -282,10 +337,8 @@ class RowLookup:
         if self.whole is not None and self.whole.grad is not None:
             added, self.whole.grad = self.whole.grad, None
             found.append(Gradient(added._indices().numpy()[0], added._values().numpy(), distinct=False))
-        for leaf, gradient in self._ready:
-            if leaf.grad is None:
-                continue
-            rows = leaf.grad.numpy(force=True)
+        for part, gradient in self._ready:
+            rows = part.rows()
             gradient.rows = np.ascontiguousarray(rows[:, self._num_counters :] if self._num_counters else rows)
             found.append(self._without_skipped(gradient))
         self._ready = []
@@ -295,22 +348,21 @@ class RowLookup:
 
     def drop(self) -> None:
         """Forgets the gradients, as ``zero_grad`` does."""
-        for leaf, _ in self._ready:
-            leaf.grad = None
+        for part, _ in self._ready:
+            part.clear()
         self._ready = []
         if self.whole is not None:
             self.whole.grad = None
 
     def has_gradients(self) -> bool:
         """Returns whether a backward has left gradients since the last :meth:`take`."""
-        if self.whole is not None and self.whole.grad is not None:
-            return True
-        return any(leaf.grad is not None for leaf, _ in self._ready)
+        return bool(self._ready) or (self.whole is not None and self.whole.grad is not None)
 
-    def _gradient_of(
+    def gradient_of(
         self, keys: Keys, inverse: NDArray[np.int32], shows: Counts | None, clicks: Counts | None
     ) -> Gradient:
-        gradient = Gradient(keys, np.empty((0, 0), np.float32))
+        """Returns the gradient of a lookup, whose rows backward will bring."""
+        gradient = Gradient(keys, _NO_ROWS)
         if self.keeps_shows:
             n = len(keys)
             gradient.shows = np.bincount(inverse, shows, n).astype(np.float32)
@@ -320,15 +372,23 @@ class RowLookup:
                 gradient.slots = np.full(n, self._slot, np.uint32)
         return gradient
 
+    def keep(self, part: LeafPart, gradient: Gradient, source: RowSource) -> None:
+        """Notes that backward has left the rows of ``gradient`` in ``part`` of a leaf with the rows of ``source``."""
+        if not source.trains:
+            raise NotInitializedError(
+                f"{self.label}: backward ran before fleet.init_worker(), so nothing would train its rows. Call "
+                "fleet.init_worker() before training, or run the forward under torch.no_grad()."
+            )
+        if not any(kept is part for kept, _ in self._ready):
+            self._ready.append((part, gradient))
+
     def _watch(self, rows: Tensor, gradient: Gradient, source: RowSource) -> None:
+        found = LeafGradient()
+        part = LeafPart(found, 0, len(rows))
+
         def keep(leaf: Tensor) -> None:
-            if not source.trains:
-                raise NotInitializedError(
-                    f"{self.label}: backward ran before fleet.init_worker(), so nothing would train its rows. Call "
-                    "fleet.init_worker() before training, or run the forward under torch.no_grad()."
-                )
-            if not any(kept is leaf for kept, _ in self._ready):
-                self._ready.append((leaf, gradient))
+            found.note(leaf)
+            self.keep(part, gradient, source)
 
         rows.requires_grad_()
         rows.register_post_accumulate_grad_hook(keep)
@@ -362,3 +422,64 @@ class RowLookup:
             RowLookup, self.label, num_counters=self._num_counters, keeps_shows=self.keeps_shows, skipped=self._skipped,
             slot=self._slot, in_weight=self._in_weight,
         )  # fmt: skip
+
+
+def request_together(asked: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> list[RequestedRows | None]:
+    """Requests the rows of distinct ids for several lookups, in one message to each server.
+
+    Args:
+        asked: lookups, perhaps of one table, and the ids of each.
+        is_next: see :data:`Request`.
+
+    Returns:
+        For each lookup where its rows come; ``None`` where they are here already.
+    """
+    wanted: dict[Request, dict[int, list[Keys]]] = defaultdict(dict)
+    starts = []
+    for lookup, keys in asked:
+        source = lookup.source
+        start = 0
+        if isinstance(source, TrainedRows):
+            before = wanted[source.request].setdefault(source.table_id, [])
+            start = sum(map(len, before))
+            before.append(keys)
+        starts.append(start)
+    coming = {request: request(_joined(tables), is_next) for request, tables in wanted.items()}
+    found: list[RequestedRows | None] = []
+    for (lookup, keys), start in zip(asked, starts, strict=True):
+        source = lookup.source
+        rows = coming[source.request] if isinstance(source, TrainedRows) else None
+        if source is None or rows is None:
+            found.append(None)
+        else:
+            source.asked += len(keys)
+            found.append(RequestedRows(rows, source.table_id, start, len(keys)))
+    return found
+
+
+def _joined(tables: Mapping[int, Sequence[Keys]]) -> dict[int, Keys]:
+    return {table_id: each[0] if len(each) == 1 else np.concatenate(each) for table_id, each in tables.items()}
+
+
+def expect_together(calls: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> list[ExpectedRows | None]:
+    """Requests the rows of ids for several lookups; the next lookup of the same ids takes them.
+
+    Returns what each lookup expects; ``None`` where the rows are here already.
+    """
+    distinct = distinct_together([ids for _, ids in calls])
+    asked = [(lookup, keys) for (lookup, _), (keys, _) in zip(calls, distinct, strict=True)]
+    found: list[ExpectedRows | None] = []
+    for (lookup, ids), (keys, inverse), rows in zip(calls, distinct, request_together(asked, is_next), strict=True):
+        # A copy: the loop may write to the batch before its lookups.
+        expected = None if rows is None else ExpectedRows(ids.copy(), keys, inverse, rows)
+        if expected is not None:
+            lookup.expect(expected)
+        found.append(expected)
+    return found
+
+
+def prefetch_together(calls: Sequence[tuple[RowLookup, Keys]]) -> None:
+    """Asks for the rows of the next batch, given the ids of each lookup; the lookups of the same ids take them."""
+    expect_together(calls, True)
+    for lookup, _ in calls:
+        lookup.forget_all_but(2)

@@ -17,13 +17,12 @@ from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
 from fleet.ps.embeddings.embedding import scale_gradient
 from fleet.ps.embeddings.lookup import RowLookup
+from fleet.ps.embeddings.row_sums import picked
 from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain, no_hook
-from fleet.ps.table.ids import in_pieces, sum_rows
+from fleet.ps.table.ids import in_pieces
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import Rule
-
-MANY_IDS = 1 << 10  # from so many on a call of Python costs less than it saves
 
 
 class ServedEmbedding(WatchesWeight, nn.Embedding):
@@ -99,8 +98,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         ids = self.keys_of(input)
         rows, places = self.lookup.find(ids, device, trained=trained)
         places = places.view(input.shape)
-        many = len(ids) >= MANY_IDS and rows.requires_grad and device.type == "cpu"
-        found = _ManyRows.apply(rows, places) if many else torch.embedding(rows, places)  # type: ignore[no-untyped-call]
+        found = picked(rows, places)
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def read_weight(self) -> Tensor | None:
@@ -185,27 +183,6 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             return
         for ids in in_pieces(self.num_embeddings):
             weight[ids[0] : ids[-1] + 1] = torch.from_numpy(source.rows(ids)).to(weight)
-
-
-class _ManyRows(torch.autograd.Function):
-    """``torch.embedding`` of rows on the CPU, whose backward takes half the time for many ids.
-
-    The sums are torch's, bit for bit: both add in the order of the ids.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_rows = len(rows)
-        return torch.embedding(rows, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            return torch.ops.aten.embedding_dense_backward(gradient, places, ctx.num_rows, -1, False), None
-        rows = gradient.reshape(-1, gradient.shape[-1]).numpy()
-        return torch.from_numpy(sum_rows(rows, places.reshape(-1).numpy(), ctx.num_rows)), None
 
 
 def check_embeddings(model: nn.Module) -> None:

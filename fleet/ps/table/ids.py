@@ -33,23 +33,52 @@ class UniqueKeys:
         """Returns the distinct keys in order of first appearance, and the place among them of each key (int32)."""
         _check_array("keys", keys, np.int64, 1)
         n = len(keys)
+        generation = self._begin(n, 1)
+        keys = np.ascontiguousarray(keys)
+        unique = np.empty(n, np.int64)
+        inverse = np.empty(n, np.int32)
+        count = load_kernels("id_kernels").unique_keys(
+            _address(keys), n, _address(self._seen), self._bits, generation, _address(unique), _address(inverse)
+        )
+        return unique[:count], inverse
+
+    def of_parts(self, parts: Sequence[Int64s]) -> list[tuple[Int64s, Int32s]]:
+        """Returns for each array of keys what a call with it returns."""
+        if not parts:
+            return []
+        keys = np.concatenate(parts)
+        _check_array("keys", keys, np.int64, 1)
+        sizes = [len(part) for part in parts]
+        ends = np.cumsum(sizes)
+        generation = self._begin(max(sizes), len(parts))
+        unique = np.empty(len(keys), np.int64)
+        counts = np.empty(len(parts), np.int64)
+        inverse = np.empty(len(keys), np.int32)
+        load_kernels("id_kernels").unique_keys_of_parts(
+            _address(keys), _address(ends), len(parts), _address(self._seen), self._bits, generation,
+            _address(unique), _address(counts), _address(inverse),
+        )  # fmt: skip
+        found = []
+        start = 0
+        for end, count in zip(ends.tolist(), counts.tolist(), strict=True):
+            found.append((unique[start : start + count], inverse[start:end]))
+            start = end
+        return found
+
+    def _begin(self, n: int, count: int) -> int:
+        """Makes room for ``n`` keys; returns the first of the ``count`` generations that the caller takes."""
         if n >= 2**31:
             raise ConfigError(f"a batch of {n} keys; it takes fewer than 2**31.")
         if 2**self._bits < 2 * n or self._bits == 0:
             self._bits = max(10, (2 * n - 1).bit_length())
             self._seen = np.zeros(2 * 2**self._bits, np.int64)
             self._generation = 0
-        self._generation += 1
-        if self._generation == 2**31:
+        if self._generation + count >= 2**31:
             self._seen[:] = 0
-            self._generation = 1
-        keys = np.ascontiguousarray(keys)
-        unique = np.empty(n, np.int64)
-        inverse = np.empty(n, np.int32)
-        count = load_kernels("id_kernels").unique_keys(
-            _address(keys), n, _address(self._seen), self._bits, self._generation, _address(unique), _address(inverse)
-        )
-        return unique[:count], inverse
+            self._generation = 0
+        first = self._generation + 1
+        self._generation += count
+        return first
 
 
 class KeyPlaces:
@@ -112,6 +141,37 @@ def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     _check_array("gradients", gradients, np.float32, 2)
     _check_inverse(inverse, len(gradients), num_unique)
     return _sums(gradients, np.ascontiguousarray(inverse), num_unique)
+
+
+def sum_bags(gradients: Float32s, starts: Int64s, inverse: Int32s, num_unique: int, is_mean: bool = False) -> Float32s:
+    """Returns the sums of the gradients of the distinct keys of bags, float32 [num_unique, dim].
+
+    The gradient of a bag counts for each of its keys, in their order; divided by their number if the bag is a mean.
+
+    Args:
+        gradients: float32 [bags, dim].
+        starts: int64 [bags], where each bag begins in ``inverse``.
+        inverse: int32 [n] from :class:`UniqueKeys`.
+        num_unique: how many distinct keys there are.
+        is_mean: each bag is the mean of its rows, not their sum.
+    """
+    _check_array("gradients", gradients, np.float32, 2)
+    _check_array("starts", starts, np.int64, 1)
+    _check_inverse(inverse, len(inverse), num_unique)
+    ends = np.append(starts[1:], len(inverse))
+    if len(starts) != len(gradients) or (len(starts) and (starts[0] < 0 or (ends < starts).any())):
+        raise ConfigError(
+            f"{len(gradients)} gradients of bags that start at {starts[:8]}, of {len(inverse)} keys; each bag takes a "
+            "gradient and starts where the one before ends."
+        )
+    rows, first, places = (np.ascontiguousarray(array) for array in (gradients, starts, inverse))
+    dim = gradients.shape[1]
+    out = np.empty((num_unique, dim), np.float32)
+    load_kernels("id_kernels").merge_bags(
+        _address(rows), _address(first), _address(ends), _address(places), len(starts), dim, bool(is_mean),
+        _address(out), num_unique,
+    )  # fmt: skip
+    return out
 
 
 def _sums(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:

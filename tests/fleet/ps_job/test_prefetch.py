@@ -257,7 +257,33 @@ def test_evaluation_inside_the_loop_disturbs_nothing() -> None:
             pulls.append(sent.pulls() - begun)
         return pulls
 
-    assert with_worker("sync", loop)[2:] == [0] * (BATCHES - 2)
+    assert with_worker("sync", loop)[2:] == [1] * (BATCHES - 2)
+
+
+def test_a_save_in_the_loop_holds_no_rows_of_the_batch_at_hand(tmp_path: Any) -> None:
+    """Rows that were requested early would be in the save, and a load of it would set them back."""
+
+    def loop(prefetches: bool) -> Any:
+        folder = str(tmp_path / str(prefetches))
+
+        def run(own: Fleet, model: Any, optimizer: Any) -> list[float]:
+            own.init_worker()
+            losses = []
+            for number, batch in enumerate(own.prefetch(loader(0)) if prefetches else loader(0)):
+                if number == 3:
+                    own.save_persistables(folder)
+                if number == 6:
+                    own.load_model(folder)
+                loss = model(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+        return run
+
+    assert with_worker("sync", loop(True)) == with_worker("sync", loop(False))
 
 
 def test_a_job_without_servers_passes_batches_through() -> None:

@@ -63,7 +63,7 @@ def step(model: Any, optimizer: Any, ids: torch.Tensor, following: torch.Tensor 
     if following is not None:
         table = model.module.table
         table.prefetch(following)
-        table.lookup._expected[-1].coming.rows(0)  # they are here before the step: the bound allows newer ones, too
+        table.lookup._expected[-1].requested.take()  # they are here before the step: the bound allows newer ones, too
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -57,6 +57,21 @@ def unique_keys(keys, n, seen, bits, generation, unique, inverse):
 
 
 @kernel
+def unique_keys_of_parts(keys, ends, num_parts, seen, bits, generation, unique, counts, inverse):
+    """Does for each part of the keys what :func:`unique_keys` does, at the place of the part in the results.
+
+    The parts take ``num_parts`` generations from ``generation`` on.
+    """
+    last, found, start = words(ends), words(counts), i64(0)
+    for i in range(num_parts):
+        size = last[i] - start
+        found[i] = unique_keys(
+            keys + 8 * start, size, seen, bits, generation + i, unique + 8 * start, inverse + 4 * start
+        )
+        start = last[i]
+
+
+@kernel
 def find_places(keys, n, entries, bits, places):
     """Writes the place of each key, -1 where it is unknown.
 
@@ -100,6 +115,22 @@ def merge_rows(gradients, inverse, n, dim, out, num_unique):
         source, target = floats(gradients + 4 * i * dim), floats(out + 4 * i64(places[i]) * dim)
         for j in range(dim):
             target[j] += source[j]
+
+
+@kernel
+def merge_bags(gradients, starts, ends, inverse, num_bags, dim, is_mean, out, num_unique):
+    """Writes to ``out`` the sum over the keys of bags of the bags' gradients, by distinct key, added in input order."""
+    first, last, places, total = words(starts), words(ends), ints(inverse), floats(out)
+    for i in range(num_unique * dim):
+        total[i] = 0.0
+    for bag in range(num_bags):
+        source, share = floats(gradients + 4 * bag * dim), f32(1.0)
+        if is_mean and last[bag] > first[bag]:
+            share = f32(1.0) / f32(last[bag] - first[bag])
+        for i in range(first[bag], last[bag]):
+            target = floats(out + 4 * i64(places[i]) * dim)
+            for j in range(dim):
+                target[j] += share * source[j]
 
 
 @small_part

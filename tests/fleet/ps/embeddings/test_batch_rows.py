@@ -74,7 +74,7 @@ def loop(batches: list[Any], reads: list[Any], **settings: Any) -> tuple[Servers
     modules = [fleet.SparseEmbedding(DIM, name=f"t{number}", **settings) for number in range(len(reads))]
     for number, module in enumerate(modules):
         servers.connect(module, number)
-    rows = BatchRows({number: [module] for number, module in enumerate(modules)}, servers.request)
+    rows = BatchRows(modules)
     found = []
     for batch in batches:
         rows.begin(batch, 0)
@@ -158,7 +158,7 @@ def test_rows_that_are_too_old_are_asked_for_again() -> None:
     servers.is_fresh = False
     module = fleet.SparseEmbedding(DIM, name="t")
     servers.connect(module, 0)
-    rows = BatchRows({0: [module]}, servers.request)
+    rows = BatchRows([module])
     for seed in range(3):
         batch = ids(4, seed=seed)
         rows.begin(batch, 0)
@@ -171,7 +171,7 @@ def test_nothing_stays_behind_after_the_loop() -> None:
     servers = Servers()
     module = fleet.SparseEmbedding(DIM, name="t")
     servers.connect(module, 0)
-    rows = BatchRows({0: [module]}, servers.request)
+    rows = BatchRows([module])
     for seed in range(5):
         batch = ids(4, seed=seed)
         rows.begin(batch, 0)
@@ -181,7 +181,7 @@ def test_nothing_stays_behind_after_the_loop() -> None:
         assert len(module.lookup._expected) <= 2
     rows.end()
     assert not module.lookup._expected
-    assert module.lookup.heard is None
+    assert module.lookup.loop is None
 
 
 def test_ids_that_are_in_no_batch_are_searched_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

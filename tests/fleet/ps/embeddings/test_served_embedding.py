@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fleet.ps.embeddings.lookup import TrainedRows
-from fleet.ps.embeddings.served_embedding import MANY_IDS, ServedEmbedding, serve_embeddings
+from fleet.ps.embeddings.row_sums import MANY_IDS
+from fleet.ps.embeddings.served_embedding import ServedEmbedding, serve_embeddings
 
 
 def embedding(rows: np.ndarray) -> ServedEmbedding:
