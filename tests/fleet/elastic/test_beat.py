@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fleet
-from fleet.elastic.beat import Beat
+from fleet.elastic.health import Beat
 from fleet.env import Environment
 from fleet.errors import NotInitializedError, UnsupportedOptionError
 from fleet.launch.processes.worker_file import (

@@ -57,7 +57,7 @@ def test_a_stack_that_is_not_there() -> None:
 WORKER = """
 import sys, threading, time
 from pathlib import Path
-from fleet.elastic.beat import Beat
+from fleet.elastic.health import Beat
 from fleet.launch.processes.worker_file import WorkerFile
 beat = Beat(WorkerFile(Path(sys.argv[1])))
 def deep():
