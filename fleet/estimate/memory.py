@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_leaves
 from fleet.errors import ConfigError, FleetError
 from fleet.estimate.divided_layers import divided_layers
 from fleet.estimate.expert_layers import expert_layers, expert_remarks
-from fleet.estimate.fake_training import Fakes, mean_of_outputs
+from fleet.estimate.fake_training import Fakes, StageOnFakes, make_stage, mean_of_outputs, one_argument
 from fleet.estimate.modelled_strategies import Application, apply_strategies
-from fleet.estimate.staged_training import StageOnFakes, make_stage, one_argument
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.options import DistributedStrategy
 from fleet.strategies._declare.strategy_plan import Plan, plan
