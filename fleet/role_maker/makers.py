@@ -15,7 +15,7 @@ from fleet.errors import (
     UnsupportedOptionError,
     did_you_mean,
 )
-from fleet.role_maker.ps_contract import has_servers, read_ps
+from fleet.role_maker.fleet_contract import has_servers, read_ps
 from fleet.role_maker.record import USER, Role, RoleRecord, check_endpoints, check_rank, place_by_endpoints
 from fleet.role_maker.starters import read_record
 

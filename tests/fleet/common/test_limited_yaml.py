@@ -20,7 +20,7 @@ from fleet.options import schema
 from fleet.options.files import read_prototxt, read_yaml
 from fleet.options.prototxt import parse
 from fleet.role_maker.fleet_contract import read_list
-from fleet.role_maker.schedulers import expand_hosts, task_counts
+from fleet.role_maker.starters import expand_hosts, task_counts
 
 LAUGHS = "a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{', '.join([f'*{x}'] * 9)}]\n" for x, y in pairwise("abcdefghij"))
 MERGES = "a: &a {k: 1}\n" + "".join(

@@ -9,7 +9,7 @@ import pytest
 
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError
-from fleet.role_maker.ps_contract import has_servers, read_ps
+from fleet.role_maker.fleet_contract import has_servers, read_ps
 from fleet.role_maker.record import Role
 
 SERVER = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleet.env import Environment
 from fleet.errors import ConfigError
-from fleet.role_maker.schedulers import (
+from fleet.role_maker.starters import (
     expand_hosts,
     is_mpi_process,
     is_slurm_task,
