@@ -38,7 +38,7 @@ NOT_RUN: dict[str, str] = {
     "fleet.paddle.topology.HybridCommunicateGroup": "needs the groups of several workers",
     "fleet.integrations.hf.FleetTrainer": "trains a model of transformers; test_hf.py does",
     "fleet.parallel.spawning.spawn": "starts processes that import the user's script",
-    "fleet.utils._hdfs.HDFSClient": "needs the hadoop program",
+    "fleet.utils.fs.HDFSClient": "needs the hadoop program",
     "fleet.utils._run_check.run_check": "trains on every device",
 }
 
