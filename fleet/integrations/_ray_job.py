@@ -1,4 +1,4 @@
-"""RayJob: one job on a Ray cluster, from its placement group to its end.
+"""RayJob: one job on a Ray cluster, from its placement group to its end, with a LauncherActor on each node.
 
 [Note: Who ends what]
 The actors hold the launchers, and the launchers the workers: an actor that dies takes its launcher with it, by a pipe
@@ -9,11 +9,20 @@ only ends them in order, so that workers can save themselves and say why.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import os
+import re
 import secrets
+import select
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,10 +31,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet.common.log import LOGGER
-from fleet.errors import LaunchError
-from fleet.integrations._launcher_end import LauncherEnd, job_error
-from fleet.integrations._ray_node import LauncherActor
-from fleet.integrations._ray_request import RayRequest
+from fleet.env import Environment
+from fleet.errors import LaunchError, WorkerFailedError
+from fleet.integrations._ray_request import SET_VARIABLES, RayRequest
+from fleet.launch.plan.ports import free_ports
 
 _SAID_EACH_S = 3.0
 _FOLLOWED_S = 0.5
@@ -33,6 +42,13 @@ _PLACED_S = 0.5  # the least that a placement gets, also with timeout_s=0
 _OTHERS_END_S = 30.0  # after the first launcher that failed; the others are told over the meeting
 _ANSWER_S = 10.0
 _OWN_RESOURCES = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+_KEPT_CHARACTERS = 20_000
+_LINES = 40
+_ELSEWHERE = "Another node ended the job"
+_REPORT = " Pod failed"
+_FIRST = re.compile(r"Worker (\d+) of \d+ \(host (\S+), pid \d+\) was the first to fail.* are in (.+)\.$", re.MULTILINE)
+_BLOCK = 1 << 16
+_KEPT = ("FLEET_POD",)  # a cluster that a job's worker has started ends with that job
 
 
 class RayJob:
@@ -228,3 +244,133 @@ class RayJob:
             sys.stdout.flush()
             for actor in self._actors:
                 ray.kill(actor)
+
+
+@dataclass
+class LauncherEnd:
+    """The launcher of one node: its address, its last words and its exit code."""
+
+    rank: int
+    host: str = ""
+    text: str = ""
+    code: int | None = None
+    is_running: bool = False  # started, and neither ended nor lost
+
+    def add(self, text: str) -> None:
+        """Keeps ``text`` as the newest words."""
+        self.text = (self.text + text)[-_KEPT_CHARACTERS:]
+
+
+def job_error(ends: Sequence[LauncherEnd]) -> LaunchError | None:
+    """Returns the error of a job, None when every launcher ended with 0.
+
+    It describes the node where the first worker failed; the other launchers only report that another node failed.
+    """
+    failed = [end for end in ends if end.code]
+    if not failed:
+        stuck = [f"{end.rank}" for end in ends if end.code is None]
+        return LaunchError(f"The launchers of the nodes {', '.join(stuck)} did not end.") if stuck else None
+    first = next((end for end in failed if _ELSEWHERE not in end.text), failed[0])
+    assert first.code is not None
+    # A launcher that a signal ended has a negative code; shells write 128 plus the signal.
+    code = first.code if first.code > 0 else 128 - first.code
+    lines = first.text[max(first.text.rfind(_REPORT), 0) :].splitlines()
+    if _REPORT in first.text:
+        lines = lines[1:]
+    report = "\n".join(lines[-_LINES:])
+    message = f"The launcher of node {first.rank} ({first.host}) ended with exit code {code}. Its last lines:\n{report}"
+    if found := _FIRST.search(first.text):
+        rank, host, path = found.groups()
+        return WorkerFailedError(message, rank=int(rank), host=host, exit_code=code, log_path=path)
+    return LaunchError(message, code)
+
+
+class LauncherActor:
+    """Starts a launcher, passes on its output, and stops it.
+
+    Its methods take and return text and numbers, so that Ray pickles nothing else. The launcher ends when this process
+    ends, see ``fleet/integrations/_tied_launcher.py``.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def place(self) -> tuple[str, int]:
+        """Returns the address of this node and a free port."""
+        host: str = ray.util.get_node_ip_address()
+        return host, free_ports(1, host)[0]
+
+    def start(
+        self, flags: Sequence[str], log_dir: str, command: Sequence[str], folder: str, env: Mapping[str, str]
+    ) -> str:
+        """Starts the launcher; returns an empty text, or the reason why it could not start.
+
+        Args:
+            flags: flags of the launcher.
+            log_dir: receives its log files; without ``folder`` it lies in the folder for temporary files.
+            command: the script and its arguments.
+            folder: its working folder; empty for the folder that Ray has unpacked, and removes after the job.
+            env: variables added to the environment of this process.
+        """
+        logs = Path(log_dir) if folder else Path(tempfile.gettempdir()) / log_dir
+        argv = [sys.executable, "-m", "fleet.integrations._tied_launcher", *flags, f"--log_dir={logs}", "--", *command]
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                cwd=folder or None,
+                env={**_own_environment(), **env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"the launcher cannot start in {folder!r} there: {error.strerror}"
+        return ""
+
+    def follow(self, limit_s: float) -> tuple[str, int | None]:
+        """Returns the launcher's new output, and its exit code, None while it runs.
+
+        Waits up to ``limit_s`` for either.
+        """
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        ended = process.poll() is not None
+        ready, _, _ = select.select([process.stdout], [], [], 0 if ended else limit_s)
+        block = os.read(process.stdout.fileno(), _BLOCK) if ready else b""
+        if block:
+            return self._decoder.decode(block), None
+        if not ended and ready:  # it has closed its output
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
+            ended = process.poll() is not None
+        return self._decoder.decode(b"", final=ended), process.returncode if ended else None
+
+    def stop(self, limit_s: float) -> None:
+        """Ends the launcher with its workers: SIGTERM, after ``limit_s`` SIGKILL; its guardian ends the rest."""
+        process = self._process
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)  # a no-op after its end
+        deadline = time.monotonic() + limit_s
+        while process.poll() is None and time.monotonic() < deadline:
+            self.follow(0.1)  # a full pipe would block the launcher
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _own_environment() -> dict[str, str]:
+    """Returns this process's variables with the GPUs of the bundle, and without those of another job."""
+    found = Environment().inherited()
+    for name in SET_VARIABLES:
+        if name not in _KEPT:
+            found.pop(name, None)
+    gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    # A blank value would count as not set, and the launcher would take every GPU of the machine.
+    return {**found, "CUDA_VISIBLE_DEVICES": ",".join(gpus) or "-1"}

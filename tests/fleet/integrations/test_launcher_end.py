@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleet.errors import WorkerFailedError
-from fleet.integrations._launcher_end import LauncherEnd, job_error
+from fleet.integrations._ray_job import LauncherEnd, job_error
 
 FAILED = """worker output
 LAUNCH INFO now Pod failed

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from fleet.integrations._ray_node import LauncherActor
+from fleet.integrations._ray_job import LauncherActor
 
 FLAGS = ["--job_id=ray-1", "--standalone", "--nproc_per_node=1"]
 
