@@ -10,7 +10,7 @@ import pytest
 from fleet.k8s.contract import first_port, plan_variables
 from fleet.k8s.objects import plan_config_map
 from fleet.k8s.paddle_job import read_job
-from fleet.k8s.status import pod_state
+from fleet.k8s.reconcile import pod_state
 from tests.helpers.kubernetes import job_document
 
 UP = {"phase": "Running", "containerStatuses": [{"name": "paddle", "ready": True}]}
