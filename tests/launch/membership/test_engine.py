@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
     from fleet.launch.membership.engine import Engine, EngineSettings
     from fleet.launch.membership.etcd import EtcdStore
-    from fleet.launch.membership.etcd_contact import EtcdContact
-    from fleet.launch.membership.etcd_meeting import PORT_FIELD
+    from fleet.launch.membership.etcd_meeting import PORT_FIELD, EtcdContact
 
 RULES = Rules(min_nodes=2, max_nodes=2, quiet_s=0.5)
 

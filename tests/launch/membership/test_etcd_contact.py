@@ -16,7 +16,7 @@ from tests.helpers.etcd import Etcd
 pytestmark = pytest.mark.skipif(bool(helper.missing()), reason=helper.missing())
 if not helper.missing():
     from fleet.launch.membership.etcd import EtcdUnreachableError
-    from fleet.launch.membership.etcd_contact import EtcdContact
+    from fleet.launch.membership.etcd_meeting import EtcdContact
 
 TTL_S = 2
 

@@ -19,8 +19,8 @@ from fleet.launch.membership.agreement import Rules
 from fleet.launch.membership.engine import Engine, EngineSettings
 from fleet.launch.membership.generation import Generation
 from fleet.launch.membership.kv_client import KeyValueClient
-from fleet.launch.membership.kv_contact import KeyValueContact
 from fleet.launch.membership.kv_service import KeyValueService
+from fleet.launch.membership.meeting import KeyValueContact
 from fleet.launch.membership.store import StoreLostError
 from fleet.launch.membership.world import NODE_PREFIX, Node
 from fleet.launch.plan.records import GroupResult, ProcessExit, ProcessSpec
