@@ -19,27 +19,35 @@ skips every update with an Inf or NaN, and only forward is checked.
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import sys
+import threading
+import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError, NanInfError
 from fleet.strategies._declare.fields import Values
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
-from fleet.strategies._shared.alarm import Alarm
 from fleet.strategies._shared.casts import scales_gradients
-from fleet.strategies._shared.finite import Place, Sightings, described, tensors_in
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, followed_by
+from fleet.strategies._shared.parts import local
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
@@ -47,6 +55,9 @@ if TYPE_CHECKING:
 FLAGS = ("FLAGS_check_nan_inf", "FLAGS_pp_check_naninf")
 _NEVER = 2**62
 _MOST_SIGHTINGS = 10_000  # of forward passes that no step() follows
+GRACE_S = 5.0
+_PERIOD_S = 0.5
+_HEARD_WITHIN_S = 3.0
 
 
 class CheckNanInf(Strategy):
@@ -364,3 +375,210 @@ class CheckingOptimizer(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_watch": None}
+
+
+class Alarm:
+    """Stops all other workers, even those that wait in a collective operation that this worker will never join.
+
+    A thread of every worker looks into the job's store twice a second. A worker that rings leaves its message there;
+    the others print it and take it at their next :meth:`taken`; a worker that has not done so ``GRACE_S`` seconds later
+    is blocked in an operation with the ringing worker, and ends with exit code 1.
+    """
+
+    def __init__(self, global_rank: int, world_size: int) -> None:
+        """Starts listening; every worker makes one, and later alarms are separate ones."""
+        # A separate connection: the main thread may block on the store's usual one.
+        store = _get_default_store().clone()  # type: ignore[attr-defined]
+        number = store.add(f"fleet/alarms/{global_rank}", 1)
+        self._store = dist.PrefixStore(f"fleet/alarm/{number}", store)
+        self._rank = global_rank
+        self._others = world_size - 1
+        self._stopped = threading.Event()
+        self._taken = threading.Event()
+        self._message: str | None = None
+        self._thread = OwnThread(self._listen, name="fleet-alarm")
+        self._thread.start()
+
+    def ring(self, message: str) -> None:
+        """Tells the other workers, and waits at most three seconds until they have heard it."""
+        # The own thread stops first, or it would hear this message.
+        self._stopped.set()
+        self._thread.join()
+        deadline = time.monotonic() + _HEARD_WITHIN_S
+        try:
+            self._store.set("message", message)
+            while self._store.add("heard", 0) < self._others and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except RuntimeError:
+            return  # the store's server is gone, and with it the job
+
+    def taken(self) -> str | None:
+        """Returns the message of a worker that rang, or ``None``; with a message this worker ends by itself."""
+        self._thread.check()
+        if self._message is not None:
+            self._taken.set()
+        return self._message
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._stopped.set()
+        self._taken.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        try:
+            while not self._stopped.wait(_PERIOD_S):
+                if self._store.check(["message"]):
+                    self._message = self._store.get("message").decode()
+                    self._store.add("heard", 1)
+                    break
+        except RuntimeError:
+            return  # the store's server ended before this worker
+        if self._message is None:
+            return
+        print(f"[rank {self._rank}] stops: {self._message}", file=sys.stderr, flush=True)
+        if not self._taken.wait(GRACE_S) and threading.main_thread().is_alive():
+            os._exit(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor was seen: ``kind`` is input, output, gradient or parameter; ``name`` is qualified.
+
+    ``micro_batch`` counts the forward passes of the model since the last step.
+    """
+
+    kind: str
+    name: str
+    slot: int = 0
+    module: nn.Module | None = None
+    micro_batch: int = 0
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it was seen in a backward pass."""
+        return self.kind in ("gradient", "parameter")
+
+
+class Sightings:
+    """The tensors of the passes since the last :meth:`clear`, in the order in which they were computed.
+
+    Looking at a tensor starts one reduction on its device (the largest absolute value, which a NaN survives) and does
+    not wait for it. The host waits once, when :meth:`first` or :meth:`any_bad` is read.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._largest: list[Tensor] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Returns whether this value of ``tensor`` is asked about for the first time in this forward."""
+        if tensor.is_inference():
+            return True  # such tensors do not count their changes
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return False
+        self._known[id(tensor)] = (weakref.ref(tensor), tensor._version)
+        return True
+
+    def end_forward(self) -> None:
+        """Forgets which tensors were asked about; the values seen in them stay."""
+        self._known.clear()
+
+    @torch.no_grad()
+    def add(self, tensor: Tensor, place: Place) -> None:
+        """Looks at ``tensor``; without a floating type, or without entries, it is always finite."""
+        values = local(tensor.detach())
+        if values.is_sparse:
+            values = values._values()
+        if values.layout != torch.strided or not (values.is_floating_point() or values.is_complex()):
+            return
+        if values.numel() == 0 or values.element_size() == 1:  # vector_norm takes no 8-bit types
+            return
+        self._largest.append(torch.linalg.vector_norm(values, math.inf))
+        self._places.append(place)
+
+    @torch.no_grad()
+    def any_bad(self, device: torch.device) -> Tensor:
+        """Returns, on ``device`` and without waiting, 1 when something was not finite and 0 otherwise, shape [1]."""
+        found = torch.zeros(1, dtype=torch.int32, device=device)
+        for _, values in self._by_kind():
+            found |= (~values.isfinite()).any().to(device=device, dtype=torch.int32)
+        return found
+
+    @torch.no_grad()
+    def first(self) -> tuple[int, Place, str] | None:
+        """Returns number, place and 'NaN' or 'Inf' of the first value that was not finite; waits for the device."""
+        best: tuple[int, str] | None = None
+        for places, values in self._by_kind():
+            bad = [
+                (place, value) for place, value in zip(places, values.tolist(), strict=True) if not math.isfinite(value)
+            ]
+            if bad and (best is None or bad[0][0] < best[0]):
+                best = bad[0][0], "NaN" if math.isnan(bad[0][1]) else "Inf"
+        return None if best is None else (best[0], self._places[best[0]], best[1])
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._places.clear()
+        self._largest.clear()
+        self._known.clear()
+
+    def _by_kind(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yields the values of one type and device, stacked, with their places in order."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for place, value in enumerate(self._largest):
+            kinds.setdefault((value.dtype, value.device), []).append(place)
+        for places in kinds.values():
+            yield places, torch.stack([self._largest[place] for place in places])
+
+
+def tensors_in(value: Any) -> list[tuple[int, Tensor]]:
+    """Returns the tensors in nested tuples, lists and dictionaries, each with its place among all entries."""
+    return [(slot, leaf) for slot, leaf in enumerate(tree_leaves(value)) if isinstance(leaf, Tensor)]
+
+
+def described(place: Place, kind: str, *, is_root: bool, stage: int = 0) -> str:
+    """Returns a sentence about the first value that was not finite.
+
+    Args:
+        place: where it was seen.
+        kind: 'NaN' or 'Inf'.
+        is_root: whether the module is the whole model, or all layers of a pipeline stage.
+        stage: the number of that stage.
+    """
+    if place.kind == "parameter":
+        return (
+            f"{kind} first appears in the gradient of parameter {place.name!r}; the gradients that flow into the "
+            "modules' outputs were finite up to there, and so was forward."
+        )
+    module = f"module {place.name!r} ({type(place.module).__name__})" if place.name else "the model"
+    if place.kind == "gradient":
+        return (
+            f"{kind} first appears in backward, in the gradient that flows into output {place.slot} of {module}; "
+            "forward was finite."
+        )
+    if place.kind == "input":
+        came = "it came with the batch" if stage == 0 else f"it came from pipeline stage {stage - 1}"
+        origin = came if is_root else f"it was computed between modules, before {module} was called"
+        return f"{kind} first appears in input {place.slot} of {module}: {origin}."
+    holds = non_finite_weight(place.module)
+    cause = f"its {holds} holds one already" if holds else "its inputs and its own weights were finite"
+    return f"{kind} first appears in forward, in output {place.slot} of {module}: {cause}."
+
+
+@torch.no_grad()
+def non_finite_weight(module: nn.Module | None) -> str | None:
+    """Returns which parameter or buffer of ``module`` itself is not finite, in words, or ``None``."""
+    if module is None:
+        return None
+    own = {**module._parameters, **module._buffers}
+    for name, tensor in own.items():
+        values = None if tensor is None else local(tensor)
+        if values is not None and values.is_floating_point() and not bool(values.isfinite().all()):
+            return f"{'parameter' if name in module._parameters else 'buffer'} {name!r}"
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fleet.strategies._shared.finite import Place, Sightings
+from fleet.strategies.check_nan_inf import Place, Sightings
 
 NAN, INF = float("nan"), float("inf")
 
