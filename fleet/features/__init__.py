@@ -20,13 +20,13 @@ from __future__ import annotations
 from fleet.common.lazy_names import lazy_names
 
 _HOMES = {
-    "Bucketize": "fleet.features.number_transforms",
-    "Clip": "fleet.features.number_transforms",
-    "Cross": "fleet.features.id_transforms",
-    "Hash": "fleet.features.id_transforms",
-    "Log": "fleet.features.number_transforms",
+    "Bucketize": "fleet.features.column_transforms",
+    "Clip": "fleet.features.column_transforms",
+    "Cross": "fleet.features.column_transforms",
+    "Hash": "fleet.features.column_transforms",
+    "Log": "fleet.features.column_transforms",
     "Transforms": "fleet.features.transforms",
-    "Vocabulary": "fleet.features.id_transforms",
+    "Vocabulary": "fleet.features.column_transforms",
 }
 
 __all__ = sorted(_HOMES)

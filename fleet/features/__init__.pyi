@@ -16,12 +16,12 @@ Example:
     ([0, 2], [0.0, 0.6931471824645996])
 """
 
-from fleet.features.id_transforms import Cross as Cross
-from fleet.features.id_transforms import Hash as Hash
-from fleet.features.id_transforms import Vocabulary as Vocabulary
-from fleet.features.number_transforms import Bucketize as Bucketize
-from fleet.features.number_transforms import Clip as Clip
-from fleet.features.number_transforms import Log as Log
+from fleet.features.column_transforms import Bucketize as Bucketize
+from fleet.features.column_transforms import Clip as Clip
+from fleet.features.column_transforms import Cross as Cross
+from fleet.features.column_transforms import Hash as Hash
+from fleet.features.column_transforms import Log as Log
+from fleet.features.column_transforms import Vocabulary as Vocabulary
 from fleet.features.transforms import Transforms as Transforms
 
 __all__ = ["Bucketize", "Clip", "Cross", "Hash", "Log", "Transforms", "Vocabulary"]

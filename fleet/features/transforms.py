@@ -13,8 +13,7 @@ import numpy as np
 from fleet.common.plain_files import read_small, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import NUMBERS, FeatureColumn, Transform, Words, of_one_width
-from fleet.features.id_transforms import Cross, Hash, Vocabulary
-from fleet.features.number_transforms import Bucketize, Clip, Log
+from fleet.features.column_transforms import Bucketize, Clip, Cross, Hash, Log, Vocabulary
 
 FILE = "transforms.json"
 _OFFSETS = ".offsets"
