@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet.errors import FleetError
-from fleet.utils._fs_base import FS, ExecuteError, FSFileExistsError, FSFileNotExistsError, FSShellCmdAborted, FSTimeOut
+from fleet.utils.fs import FS, ExecuteError, FSFileExistsError, FSFileNotExistsError, FSShellCmdAborted, FSTimeOut
 
 
 def test_errors_are_also_those_of_the_standard_library() -> None:
