@@ -57,7 +57,8 @@ class GeneratorWatch:
 
     def has_moved(self) -> bool:
         """Returns whether the state is another one than it was at the last call of either method."""
-        before, self._last = self._last, torch.default_generator.get_state()
+        before = self._last
+        self._last = torch.default_generator.get_state()
         return before is not None and not torch.equal(before, self._last)
 
 
