@@ -72,7 +72,7 @@ def train_in_turn(settings: dict[str, Any], model: Any, optimizer: Any, batches:
     folder, place = Path(settings["folder"]), KINDS.index(settings["kind"])
     rates: list[float] = []
     times: list[tuple[int, float]] = []
-    client = fleet.session.server_job.trainer.client
+    client = fleet.session.server_job.trainer.connection.client
     warm = 0
     for number in range(settings["blocks"] + 1):
         wait_for(folder / f"turn.{2 * number + place}")

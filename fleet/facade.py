@@ -617,7 +617,7 @@ class Fleet:
             )
         job = self._job("save_persistables", "worker")
         if job is not None:
-            job.running().save(folder, number, text=text)
+            job.running().tables.save(folder, number, text=text)
 
     def save_inference_model(
         self,
@@ -655,7 +655,7 @@ class Fleet:
         if job is not None:
             model = self._need("save_inference_model").models[0]
             first = self.is_first_worker()
-            save_model(job.running(), model, folder, number, example_inputs, transforms, first=first)
+            save_model(job.running().tables, model, folder, number, example_inputs, transforms, first=first)
 
     def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
@@ -664,7 +664,7 @@ class Fleet:
         job = self._job("save_one_table", "worker")
         if job is not None:
             trainer = job.running()
-            trainer.save(folder, number, [_table(trainer.plan.configs, table_id)])
+            trainer.tables.save(folder, number, [_table(trainer.plan.configs, table_id)])
 
     def load_model(self, path: Path, mode: int = 0) -> None:
         """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
@@ -687,7 +687,7 @@ class Fleet:
         _check_mode(mode)
         job = self._job("load_model", "worker")
         if job is not None:
-            job.running().load(folder)
+            job.running().tables.load(folder)
 
     def load_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
         """Makes the servers load one table, by its number, as :meth:`load_model` does."""
@@ -696,7 +696,7 @@ class Fleet:
         job = self._job("load_one_table", "worker")
         if job is not None:
             trainer = job.running()
-            trainer.load(folder, [_table(trainer.plan.configs, table_id)])
+            trainer.tables.load(folder, [_table(trainer.plan.configs, table_id)])
 
     # ---- the life of rows ----------------------------------------------------------------------------------------
 
@@ -718,7 +718,7 @@ class Fleet:
                 "is kept, or None for the settings of each table."
             )
         job = self._job("shrink", "worker")
-        return 0 if job is None else job.running().shrink(threshold)
+        return 0 if job is None else job.running().tables.shrink(threshold)
 
     def print_table_stat(self, table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
         """Prints how many rows and bytes a table has over all servers.
@@ -737,7 +737,7 @@ class Fleet:
         job = self._job("print_table_stat", "worker")
         if job is not None:
             trainer = job.running()
-            facts = trainer.table_facts(_table(trainer.plan.configs, table_id))
+            facts = trainer.tables.facts(_table(trainer.plan.configs, table_id))
             print(f"pass {pass_id}, table {table_id}: {facts['rows']} rows, {facts['bytes']} bytes", flush=True)
 
     def set_date(self, table_id: int, day_id: str | int) -> None:
@@ -753,7 +753,7 @@ class Fleet:
         job = self._job("set_date", "worker")
         if job is not None:
             trainer = job.running()
-            trainer.set_date(_table(trainer.plan.configs, table_id), str(day_id))
+            trainer.tables.set_date(_table(trainer.plan.configs, table_id), str(day_id))
 
     # ---- files and logs ------------------------------------------------------------------------------------------
 

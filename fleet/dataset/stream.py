@@ -235,11 +235,12 @@ class StreamDataset(IterableDataset[Any]):
                 f"events. Give the stream {size} partitions or more, or start fewer workers."
             )
         self._size = size
-        trainer = None if session is None or session.server_job is None else session.server_job.running()
-        progress = None if trainer is None else trainer.read_streams()
+        server_job = None if session is None else session.server_job
+        connection = None if server_job is None else server_job.running().connection
+        progress = None if connection is None else connection.read_streams()
         # With ahead, a batch of one rank could come before the step of another's: a push names one rank only.
-        if trainer is not None and not self._ahead:
-            self._lost = trainer.lost_ranks
+        if connection is not None and not self._ahead:
+            self._lost = connection.lost_ranks
         return self._open(range(rank, count, size), progress)
 
     def _open(self, mine: range, progress: StreamProgress | None) -> StreamReader:

@@ -143,7 +143,7 @@ def _dump_of(session: Session | None) -> Dump:
     chosen = {name: parameters[name] for name in wanted.dump_param}
     # The weight of a served embedding is no whole tensor here: its rows come and go with the lookups.
     trainer = session.server_job.trainer if session.server_job is not None else None
-    rows = {id(m.weight) for part in trainer.plan.sparse for m in part.modules} if trainer is not None else set()
+    rows = {id(m.weight) for m in trainer.plan.modules} if trainer is not None else set()
     served = [name for name, parameter in chosen.items() if id(parameter) in rows]
     if served:
         raise ConfigError(

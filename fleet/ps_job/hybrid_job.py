@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
+from fleet.ps.worker.connection import TrainerConfig, WorkerConnection
 from fleet.ps.worker.dense_exchange import ProcessGroupTrainers, SingleTrainer, TrainerGroup
+from fleet.ps.worker.hybrid_model import HybridModel
 from fleet.ps.worker.hybrid_trainer import HybridTrainer
 from fleet.ps.worker.table_plan import TablePlan
-from fleet.ps.worker.trainer import TrainerConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,19 +28,11 @@ def make_hybrid_trainer(
     job: Job, plan: TablePlan, config: TrainerConfig, make_client: Callable[[int], Client], optimizer: Optimizer
 ) -> HybridTrainer:
     """Returns a trainer that is not open yet, after all workers of the job have met."""
-    # The workers begin with equal values of every tensor outside the tables, also of those that nothing trains.
-    rows = {id(module.weight) for part in plan.sparse for module in part.modules}
-    tensors: dict[int, Tensor] = {}
-    for model in job.models:
-        for tensor in (*model.module.parameters(), *model.module.buffers()):
-            if id(tensor) not in rows and tensor.numel():
-                tensors[id(tensor)] = tensor
-    for part in plan.dense:
-        tensors |= {id(parameter): parameter for parameter in part.parameters}
     # A trainer that finds a NaN tells the others instead of letting them wait, however the check was asked for.
     checks = config.check_finite or any(strategy.name == "check_nan_inf" for strategy in job.strategies)
     config = replace(config, check_finite=checks)
-    return HybridTrainer(plan, config, make_client, optimizer, meet_trainers(job), list(tensors.values()))
+    connection = WorkerConnection(plan, config, make_client, exchanged=TablePlan(sparse=plan.sparse))
+    return HybridTrainer(HybridModel(connection, optimizer, meet_trainers(job)))
 
 
 def meet_trainers(job: Job) -> TrainerGroup:

@@ -12,13 +12,13 @@ from torch import nn
 from fleet.checkpoint import save_load
 from fleet.errors import ConfigError
 from fleet.features.transforms import FILE, Transforms
-from fleet.ps.worker.trainer import Trainer
+from fleet.ps.worker.job_tables import JobTables
 
 STATE = "model.pt"
 
 
 def save_model(
-    trainer: Trainer,
+    tables: JobTables,
     model: nn.Module,
     folder: str,
     mode: int,
@@ -40,7 +40,7 @@ def save_model(
         from fleet.ps.serving.export import checked_inputs, export
 
         checked_inputs(example_inputs)  # before the servers save: a wrong argument must leave the folder as it was
-    trainer.save(folder, mode)
+    tables.save(folder, mode)
     state = model.state_dict()
     if first:
         save_load.save(state, os.path.join(folder, STATE))

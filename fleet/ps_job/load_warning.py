@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleet.errors import ConfigError, OptionWarning
-from fleet.ps.worker.trainer import Trainer
+from fleet.ps.worker.connection import WorkerConnection
 
 _INSTEAD = "Load a state before fleet.init_worker(), or a save of the servers with fleet.load_model(dirname)."
 
@@ -18,8 +18,8 @@ _INSTEAD = "Load a state before fleet.init_worker(), or a save of the servers wi
 class LoadWarning:
     """A hook before the state of a module is loaded, also by the script's own module; its copies do nothing."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = weakref.ref(trainer)
+    def __init__(self, connection: WorkerConnection) -> None:
+        self._connection = weakref.ref(connection)
 
     def __call__(self, module: Any, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         """Warns while the servers hold the parameters.
@@ -27,8 +27,8 @@ class LoadWarning:
         Raises:
             ConfigError: the state would replace the parameters by others, which nothing trains.
         """
-        trainer = self._trainer()
-        if trainer is None or trainer.stopped:
+        connection = self._connection()
+        if connection is None or connection.stopped:
             return
         if metadata.get("assign_to_params_buffers", False):
             raise ConfigError(
@@ -36,7 +36,7 @@ class LoadWarning:
                 f"{_INSTEAD}"
             )
         # Said here once; without this the next step would report the same write again, as a mistake.
-        trainer.excuse_writes()
+        connection.excuse_writes()
         warnings.warn(
             "model.load_state_dict() does not change what is trained: the parameter servers hold the parameters. "
             f"{_INSTEAD}",

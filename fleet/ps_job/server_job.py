@@ -33,11 +33,13 @@ from fleet.ps.server.server_state import ServerState
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.row_form import Remainders
 from fleet.ps.wire.transport import SocketTransport
+from fleet.ps.worker.connection import TrainerConfig, WorkerConnection
 from fleet.ps.worker.sender import SenderConfig
+from fleet.ps.worker.served_model import ServedModel
 from fleet.ps.worker.table_configs import configure_table
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
 from fleet.ps.worker.table_spellings import settings_of_tables
-from fleet.ps.worker.trainer import Trainer, TrainerConfig
+from fleet.ps.worker.trainer import Trainer
 from fleet.ps_job.hybrid_job import make_hybrid_trainer
 from fleet.ps_job.load_warning import LoadWarning
 from fleet.ps_job.server_metrics import Metrics
@@ -127,16 +129,15 @@ class ServerJob:
             trainer.open()
             if self._embedded is not None:
                 self._metrics.append(metrics.serve_server(self._embedded.state, 0, endpoints[0]))
-            self._metrics.append(metrics.serve_worker(trainer, job.global_rank, endpoints))
+            self._metrics.append(metrics.serve_worker(trainer.connection, job.global_rank, endpoints))
         except BaseException:
             served.trainer = None
             trainer.abandon()
-            self._stop_metrics()
-            self._stop_embedded()
+            self.close()
             raise
         self.trainer = trainer
         for model in job.models if not strategy.hybrid else ():
-            model.module.register_load_state_dict_pre_hook(LoadWarning(trainer))
+            model.module.register_load_state_dict_pre_hook(LoadWarning(trainer.connection))
         rank = job.global_rank
         note = thread_note(self._environment, endpoints[0], job.record.world_size)
         if note and rank == 0:
@@ -148,23 +149,23 @@ class ServerJob:
     def stop_worker(self) -> None:
         """Sends the waiting gradients and leaves the job; servers end when every worker has left."""
         trainer = self.running()
+        connection = trainer.connection
         try:
-            trainer.check_written()
+            connection.running().check()
         except ConfigError as error:  # the job has ended well otherwise
-            trainer.excuse_writes()
+            connection.excuse_writes()
             warnings.warn(f"fleet.stop_worker(): {error}", OptionWarning, stacklevel=3)
         # The model gets the final values while the servers are still there to give them.
         try:
-            trainer.flush()
-            trainer.refresh()
+            connection.flush()
+            trainer.plan.refresh_weights()
             trainer.close()
             if self._embedded is not None:
                 self._embedded.finish_publishing()
                 self._embedded.stop()
                 self._embedded.forget()
         finally:
-            self._stop_metrics()
-            self._stop_embedded()
+            self.close()
 
     def prefetch(self, loader: Iterable[Any], *, may_read_ahead: bool = True) -> Prefetched:
         """Returns the batches of ``loader``; while a trainer is connected, their rows are requested in advance.
@@ -190,9 +191,9 @@ class ServerJob:
 
         def reads_ahead() -> bool:
             trainer = self.connected
-            if trainer is None or not may_read_ahead or not trainer.may_read_ahead:
+            if trainer is None or not may_read_ahead or not trainer.connection.may_read_ahead:
                 return False
-            return trainer.reads_streams or not self._counts_batches
+            return trainer.connection.reads_streams or not self._counts_batches
 
         return Prefetched(loader, connected, reads_ahead)
 
@@ -205,13 +206,13 @@ class ServerJob:
     @property
     def connected(self) -> Trainer | None:
         """The trainer between ``init_worker`` and ``stop_worker``, else ``None``."""
-        return None if self.trainer is None or self.trainer.stopped else self.trainer
+        return None if self.trainer is None or self.trainer.connection.stopped else self.trainer
 
     def meet_at_server(self) -> bool:
         """Waits for the other workers at a server; returns False where no server is connected yet."""
         trainer = self.connected
         if trainer is not None:
-            trainer.meet("fleet.worker")
+            trainer.meetings.meet("fleet.worker")
         return trainer is not None
 
     def _is_between_steps(self) -> bool:
@@ -220,14 +221,15 @@ class ServerJob:
 
     def before_save(self) -> None:
         """Brings the weights of ``nn.Embedding`` modules up to date; the model is about to hand its state out."""
-        if self.trainer is not None:
-            self.trainer.refresh()
+        trainer = self.connected
+        if trainer is not None:
+            trainer.plan.refresh_weights()
 
     def running(self) -> Trainer:
         """Returns the trainer; raises NotInitializedError before ``init_worker`` and after ``stop_worker``."""
         if self.trainer is None:
             raise NotInitializedError("the parameter servers are not connected. Call fleet.init_worker() first.")
-        if self.trainer.stopped:
+        if self.trainer.connection.stopped:
             raise NotInitializedError("the parameter servers were let go by fleet.stop_worker().")
         return self.trainer
 
@@ -511,7 +513,7 @@ class ServerJob:
         assert served is not None
         if strategy.hybrid:
             return make_hybrid_trainer(self._job, plan, config, make_client, served.optimizer)
-        return Trainer(plan, config, make_client, served.train_here)
+        return Trainer(ServedModel(WorkerConnection(plan, config, make_client, served.train_here)))
 
     def _trainer_config(self, strategy: ASync) -> TrainerConfig:
         config = strategy.config

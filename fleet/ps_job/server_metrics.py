@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from fleet.ps.server.server_state import ServerState
-    from fleet.ps.worker.trainer import Trainer
+    from fleet.ps.worker.connection import WorkerConnection
 
 _HIGHEST = 65535
 # Anybody who reaches the port may ask: who says nothing makes room, and nobody stays for long.
@@ -100,12 +100,12 @@ class Metrics:
 
         return end
 
-    def serve_worker(self, trainer: Trainer, rank: int, endpoints: Sequence[str]) -> Stop:
+    def serve_worker(self, connection: WorkerConnection, rank: int, endpoints: Sequence[str]) -> Stop:
         """Serves the metrics of worker ``rank`` on its address towards the servers; returns a function that ends it."""
         if self._first is None:
             return lambda: None
         host = address_towards(endpoints[0])
-        return self._serve(lambda: worker_measures(trainer), {"worker": str(rank)}, host, self._num_servers + rank)
+        return self._serve(lambda: worker_measures(connection), {"worker": str(rank)}, host, self._num_servers + rank)
 
     def _serve(
         self, read: Callable[[], list[Measure]], labels: dict[str, str], host: str, place: int, *, waits: bool = False

@@ -126,7 +126,7 @@ def test_the_queue_variables_are_documented_and_win(monkeypatch: pytest.MonkeyPa
         assert f"| `{variable}` | user |  | overrides a_sync_configs['{name}'] |" in guide
         monkeypatch.setenv(variable, str(values[name]))
     own, model, optimizer = alone(strategy("async", max_merge_var_num=2, thread_pool_size=1))
-    sender = own.session.server_job.running()._exchange._sender
+    sender = own.session.server_job.running().connection.exchange._sender
     assert {name: int(getattr(sender.config, name)) for name in values} == values
     assert len(sender._threads) == values["thread_pool_size"] + 1
     train(model, optimizer, batches(2))

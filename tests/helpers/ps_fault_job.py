@@ -195,7 +195,8 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int, training: Train
         if (step + 1) % EVERY == 0 and not training.stream:
             _keep(kept, {"step": step + 1, "optimizer": optimizer.state_dict()})
         if step in (steps // 4, steps // 2) and rank == 1:
-            fleet.session.server_job.trainer.client.snapshot()  # restarts begin with it and the journal after it
+            # Restarts begin with it and the journal after it.
+            fleet.session.server_job.trainer.connection.client.snapshot()
     fleet.save_persistables(folder / "tables")
     if rank == 0:
         optimizer.state_dict()  # takes the parameters, to which the others have added since this worker's last step

@@ -13,7 +13,7 @@ from fleet.ps.publishing.row_cut import waiting_rows
 
 if TYPE_CHECKING:
     from fleet.ps.server.server_state import ServerState
-    from fleet.ps.worker.trainer import Trainer
+    from fleet.ps.worker.connection import WorkerConnection
 
 Samples = Mapping[str, float] | Mapping[tuple[str, ...], float]  # by the value of the measure's label, or of each
 
@@ -101,21 +101,21 @@ def _published_measures(state: ServerState) -> list[Measure]:
     ]
 
 
-def worker_measures(trainer: Trainer) -> list[Measure]:
+def worker_measures(connection: WorkerConnection) -> list[Measure]:
     """Returns the measures of a worker now."""
-    waiting = {name: float(count) for name, count in trainer.waiting().items()}
+    waiting = {name: float(count) for name, count in connection.waiting().items()}
     return [
         Measure("memory_bytes", "resident memory of the process", resident_bytes()),
-        Measure("steps", "steps taken by this worker", trainer.client.step, grows=True),
-        Measure("pulled_rows", "rows asked for", trainer.counts["pulled"], grows=True),
-        Measure("pushed_rows", "rows whose gradients were passed on", trainer.counts["pushed"], grows=True),
+        Measure("steps", "steps taken by this worker", connection.client.step, grows=True),
+        Measure("pulled_rows", "rows asked for", connection.pulled, grows=True),
+        Measure("pushed_rows", "rows whose gradients were passed on", connection.plan.gathered, grows=True),
         Measure("waiting_gradients", "gradients in the queue of a table (async)", label="table", samples=waiting),
         Measure(
             "staleness_steps",
             "steps of this worker that the servers have not had yet",
             max(waiting.values(), default=0),
         ),
-        *_lag_measures(trainer.stream_lags()),
+        *_lag_measures({} if connection.streams is None else connection.streams.lags()),
     ]
 
 

@@ -21,7 +21,7 @@ from fleet.ps.client.client import Client
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.worker.async_exchange import AsyncExchange
 from fleet.ps.worker.sender import SenderConfig
-from fleet.ps.worker.stream_progress import StreamProgress, resumption_of
+from fleet.ps.worker.stream_progress import resume
 from fleet.ps.worker.table_plan import TablePlan
 
 _ASK_EVERY = 8  # questions in the time of a lease
@@ -44,10 +44,7 @@ class CoveredRank:
         self.ended = ""
         self._client = client
         self._exchange = exchange
-        resumption = resumption_of(client.welcomes())
-        self.progress = StreamProgress(resumption, client.step)
-        if resumption.again:
-            client.step = resumption.again[0][0] - 1
+        self.progress = resume(client)
 
     def put(self, gradients: Mapping[int, Gradient | Rows]) -> None:
         """Takes the gradients of one step; drops them once the rank has gone back to its own process."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fleet.errors import PSError
+from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ONCE
 from fleet.ps.client.shards import Gradient, Keys, TableMap
@@ -75,6 +75,17 @@ def wait_for_values(client: Client, plan: TablePlan) -> None:
 
 def _is_set(facts: list[dict[str, Any]], part: DensePart) -> bool:
     return all(fact["tables"][str(part.table_id)]["is_set"] for fact in facts)
+
+
+def check_same_mode(client: Client, mode: str, staleness: int | None) -> None:
+    """Raises ConfigError unless the servers of ``client`` serve workers that train in ``mode`` with ``staleness``."""
+    theirs, bound = (client.welcomes()[0][name] for name in ("mode", "staleness"))
+    if (theirs, bound) != ("sync" if mode == "sync" else "async", staleness):
+        raise ConfigError(
+            f"this worker trains in mode {mode!r} with max_staleness {staleness}, and the parameter servers in mode "
+            f"{theirs!r} with {bound}. Call distributed_optimizer() with the same strategy on servers and workers, "
+            "before fleet.init_server()."
+        )
 
 
 def check_nothing_lost(facts: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from fleet.errors import ConfigError
+from fleet.ps.client.client import Client
 from fleet.ps.server.stream_points import CLOCK
 from fleet.ps.wire.positions import Positions
 
@@ -142,3 +143,12 @@ class StreamProgress:
         """Returns the positions for the next push, which ends a step; ``None`` where no stream is read."""
         self.is_open = False
         return {source: dict(ranges) for source, ranges in self._ranges.items()} or None
+
+
+def resume(client: Client) -> StreamProgress:
+    """Returns the progress of the rank of ``client``, whose next steps get the numbers that they had before."""
+    resumption = resumption_of(client.welcomes())
+    progress = StreamProgress(resumption, client.step)
+    if resumption.again:
+        client.step = resumption.again[0][0] - 1
+    return progress

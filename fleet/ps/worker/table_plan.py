@@ -17,6 +17,7 @@ from fleet.ps.client.merge import merge_gradients
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.embeddings.embedding import SparseEmbedding
 from fleet.ps.embeddings.served_embedding import ServedEmbedding
+from fleet.ps.embeddings.served_weight import as_plain
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.rules import LEARNING_RATE, Rule
@@ -71,6 +72,7 @@ class TablePlan:
     """Every table of a job; ids count sparse tables first, both in the order of model and groups.
 
     ``mask_of`` returns which elements of a parameter this worker keeps at zero, as asp does; ``None`` for none.
+    ``gathered`` counts the rows whose gradients were gathered.
     """
 
     sparse: list[SparsePart] = field(default_factory=list)
@@ -79,6 +81,7 @@ class TablePlan:
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the groups whose rules servers have
     mask_of: MaskOf | None = None
     models: Sequence[nn.Module] = ()
+    gathered: int = field(default=0, init=False, compare=False)
     _watched_key: list[int] | None = field(default=None, init=False, repr=False, compare=False)
     _watched_found: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -143,35 +146,49 @@ class TablePlan:
         """All tables."""
         return [*self.sparse, *self.dense]
 
-    def gather_gradients(self, dense: Sequence[DensePart]) -> tuple[dict[int, Gradient | Rows], int]:
-        """Returns the gradients that backward left for rows and for ``dense``, and how many rows lookups had.
+    def gather_gradients(self, dense: Sequence[DensePart] = ()) -> dict[int, Gradient | Rows]:
+        """Returns the gradients that backward left for rows and for ``dense``, by table id.
 
         The modules of one table give one gradient. Lookups start anew, so that no gradient is gathered twice.
+
+        Raises:
+            ConfigError: see :meth:`check_trained`.
         """
+        with as_plain():
+            self.check_trained()
         gradients: dict[int, Gradient | Rows] = {}
-        rows = 0
         for table in self.sparse:
             each = [module.lookup.take() for module in table.modules]
             each += [m.take_other_gradient() for m in table.modules if isinstance(m, ServedEmbedding)]
             some = [gradient for gradient in each if gradient is not None]
             if some and table.place is not None:
-                rows += sum(len(gradient.ids) for gradient in some)
+                self.gathered += sum(len(gradient.ids) for gradient in some)
                 keeps_shows = table.config.accessor is not None
                 gradients[table.table_id] = some[0] if len(some) == 1 else merge_gradients(some, keeps_shows)
         for part in dense:
             values = part.gradients()
             if values is not None:
                 gradients[part.table_id] = values
-        return gradients, rows
+        return gradients
+
+    @cached_property
+    def modules(self) -> list[SparseEmbedding | ServedEmbedding]:
+        """All modules that read sparse tables."""
+        return [module for part in self.sparse for module in part.modules]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of rows and dense parameters that no step has gathered."""
-        for table in self.sparse:
-            for module in table.modules:
-                module.forget_gradients()
+        for module in self.modules:
+            module.forget_gradients()
         for part in self.dense:
             for parameter in part.parameters:
                 parameter.grad = None
+
+    def refresh_weights(self) -> None:
+        """Copies the servers' rows into the weights of ``nn.Embedding`` modules."""
+        for module in self.modules:
+            if isinstance(module, ServedEmbedding):
+                module.refresh()
 
     def not_finite(self, gradients: Mapping[int, Gradient | Rows]) -> str:
         """Returns a sentence that names the first NaN or Inf of ``gradients``, by table id; "" where all are finite."""
@@ -217,7 +234,7 @@ class TablePlan:
     def _trained(self) -> tuple[dict[int, DensePart], set[int]]:
         """The parts by id of their parameters, and the ids of the weights that stand for rows."""
         known = {id(p): part for part in self.dense for p in part.parameters}
-        return known, {id(module.weight) for part in self.sparse for module in part.modules}
+        return known, {id(module.weight) for module in self.modules}
 
     def _check_groups(self) -> None:
         optimizer = self.optimizer

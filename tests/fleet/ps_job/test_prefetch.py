@@ -63,7 +63,7 @@ class Sent:
     def __init__(self, own: Fleet) -> None:
         self.ops: list[Op] = []
         self.parts: list[int] = []
-        for link in own.session.server_job.trainer.client._links:
+        for link in own.session.server_job.trainer.connection.client._links:
             self._watch(link)
 
     def _watch(self, link: Any) -> None:

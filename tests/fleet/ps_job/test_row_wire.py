@@ -30,7 +30,7 @@ def trained(made: fleet.DistributedStrategy, make: Any = make_sgd, *, different:
         model, optimizer = served(own, made, make)
         losses = train(model, optimizer, batches(different, rank, 2) * (12 // different))
         own.barrier_worker()
-        client = own.session.server_job.trainer.client
+        client = own.session.server_job.trainer.connection.client
         found = losses, model.out.weight.detach().clone(), client.config.wire
         own.stop_worker()
         return found

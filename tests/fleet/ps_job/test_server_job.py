@@ -106,7 +106,7 @@ def test_one_process_with_the_server_inside_equals_plain_torch(mode: str) -> Non
     losses = []
     for batch in batches(6):
         losses += train(model, optimizer, [batch])
-        own.session.server_job.trainer.flush()  # async: what is queued is applied before the next batch
+        own.session.server_job.trainer.connection.flush()  # async: what is queued is applied before the next batch
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), atol=2e-6, rtol=0)
     torch.testing.assert_close(model.state_dict()["words.weight"], reference.words.weight.data, atol=2e-6, rtol=0)
     torch.testing.assert_close(rows_of(model), reference.ads.data, atol=2e-6, rtol=0)
@@ -124,9 +124,9 @@ def test_async_workers_apply_one_update_each() -> None:
         before = model.out.bias.item()
         (model.out.bias.sum() * 1.0).backward()
         optimizer.step()
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.flush()
         own.barrier_worker()
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.flush()
         after = model.out.bias.item()
         own.stop_worker()
         return before - after
@@ -148,7 +148,7 @@ def test_geo_workers_exchange_differences() -> None:
         own.barrier_worker()
         trainer = own.session.server_job.trainer
         dense = trainer.plan.dense[0]
-        values = trainer.client.wait(trainer.client.pull({dense.table_id: None}))[dense.table_id]
+        values = trainer.connection.client.wait(trainer.connection.client.pull({dense.table_id: None}))[dense.table_id]
         own.barrier_worker()
         own.stop_worker()
         return start - values[-1]

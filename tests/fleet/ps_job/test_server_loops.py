@@ -95,7 +95,7 @@ def train(own: Fleet, mode: str, loop: Loop, share: Any) -> dict[str, torch.Tens
     for step, (ids, target) in enumerate(share):
         loop(optimizer, (model(ids, step) - target).square().mean())
         if mode == "async":
-            own.session.server_job.trainer.flush()
+            own.session.server_job.trainer.connection.flush()
     found = model.state_dict()
     own.stop_worker()
     return found
@@ -136,9 +136,9 @@ def test_losses_of_two_workers_in_other_modes() -> None:
         own.init_worker()
         for _ in range(3):
             optimizer.minimize(model.out.bias.sum())  # a gradient of 1 in each step, whatever is stale
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.flush()
         own.barrier_worker()
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.flush()
         moved = model.state_dict()["out.bias"]
         own.stop_worker()
         return moved
@@ -164,7 +164,7 @@ def test_a_compiled_model_is_evaluated_between_steps(mode: str, make: Callable[[
             run(torch.arange(4)).square().sum().backward()
             job.optimizer.step()
             job.optimizer.zero_grad()
-            job.trainer.flush()
+            job.trainer.connection.flush()
             with torch.no_grad():
                 scores = run(torch.arange(4))
         found.append(scores)

@@ -72,7 +72,7 @@ def test_servers_and_workers_serve_what_they_know(mode: str, monkeypatch: pytest
     def work(own: Fleet, rank: int) -> None:
         model, optimizer = served(own, strategy(mode), make_sgd)
         train(model, optimizer, batches(4))
-        own.session.server_job.running().flush()
+        own.session.server_job.running().connection.flush()
         found.extend(scraped(first + place) for place in range(3))
         own.stop_worker()
 
@@ -122,7 +122,7 @@ def test_a_worker_says_how_many_events_of_a_stream_wait(monkeypatch: pytest.Monk
         )
         stream = iter(dataset)
         train(model, optimizer, [next(stream) for _ in range(4)])
-        own.session.server_job.running().flush()
+        own.session.server_job.running().connection.flush()
         found.extend(scraped(first + place) for place in range(2))
         dataset.close()
         found.append(scraped(first + 1))
@@ -397,7 +397,7 @@ def test_each_server_shows_its_tables_while_it_serves(tmp_path: Path, monkeypatc
     def work(own: Fleet, rank: int) -> None:
         model, optimizer = served(own, strategy("async"), make_sgd)
         train(model, optimizer, batches(4))
-        own.session.server_job.running().flush()
+        own.session.server_job.running().connection.flush()
         folder = PageFolder(tmp_path)
         for _ in range(500):
             servers = folder.servers()

@@ -38,7 +38,7 @@ def test_a_job_trains_over_tls_as_without(variables: dict[str, str], monkeypatch
         model, optimizer = served(own, made, make_adagrad)
         losses = train(model, optimizer, batches(4, rank, 2))
         job: Any = own.session.server_job
-        kinds = {type(link._connection._connection) for link in job.trainer.client._links}
+        kinds = {type(link._connection._connection) for link in job.trainer.connection.client._links}
         own.stop_worker()
         return losses, kinds
 

@@ -263,10 +263,10 @@ def test_calls_of_a_worker(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = worker.session.server_job.running()
-    records = trainer.client.stat()[0]["records"]
+    records = trainer.connection.client.stat()[0]["records"]
     with pytest.raises(FleetError, match=rule):
         getattr(worker, call)(**arguments)
-    assert trainer.client.stat()[0]["records"] == records  # no server has changed
+    assert trainer.connection.client.stat()[0]["records"] == records  # no server has changed
     assert not list(tmp_path.iterdir())
 
 

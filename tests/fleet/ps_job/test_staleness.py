@@ -17,9 +17,11 @@ from fleet.facade import Fleet
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.worker.async_exchange import HalfAsyncExchange
+from fleet.ps.worker.connection import TrainerConfig, WorkerConnection
 from fleet.ps.worker.sender import AsyncSender, SenderConfig
+from fleet.ps.worker.served_model import ServedModel
 from fleet.ps.worker.table_plan import TablePlan
-from fleet.ps.worker.trainer import Trainer, TrainerConfig
+from fleet.ps.worker.trainer import Trainer
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, in_threads, serving, silent
 from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, served
@@ -102,7 +104,7 @@ def test_prefetched_rows_are_one_step_older(plain: bool) -> None:
 
     def work(own: Fleet, rank: int) -> tuple[list[float], list[int]]:
         model, optimizer, _ = start(own, strategy(max_staleness=1), plain)
-        client, asked = own.session.server_job.trainer.client, []
+        client, asked = own.session.server_job.trainer.connection.client, []
         pull = client.pull
         client.pull = lambda wanted, **more: asked.append(more["step"]) or pull(wanted, **more)
         losses = [step(model, optimizer, *pair) for pair in zip(BATCHES, [*BATCHES[1:], None], strict=True)]
@@ -126,11 +128,11 @@ def test_what_was_prefetched_and_does_not_fit_is_asked_anew() -> None:
         found.append(model(torch.tensor([3])).item())  # others
         for _ in range(2):
             step(model, optimizer, torch.tensor([2]))
-            own.session.server_job.trainer.flush()
+            own.session.server_job.trainer.connection.flush()
         found.append(model(torch.tensor([1, 2])).item())  # two steps later
         net.table.prefetch(torch.tensor([2]))
-        own.session.server_job.trainer.client.alter(0, "clear")
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.client.alter(0, "clear")
+        own.session.server_job.trainer.connection.flush()
         found.append(model(torch.tensor([2])).item())  # the table is another one
         own.stop_worker()
         return found
@@ -185,7 +187,7 @@ def test_a_fast_worker_waits_for_a_slow_one_and_not_at_a_barrier() -> None:
                 optimizer.zero_grad()
             begun[rank] = 12 * (epoch + 1)  # each its own, and before the other can go on
             own.barrier_worker()
-        steps: int = own.session.server_job.trainer.client.step
+        steps: int = own.session.server_job.trainer.connection.client.step
         own.stop_worker()
         return steps
 
@@ -314,7 +316,7 @@ def test_workers_and_servers_must_have_the_same_bound() -> None:
             )
             return Client(config, transport=service.transport, notify=silent)
 
-        trainer = Trainer(TablePlan(), TrainerConfig(staleness=2), make)
+        trainer = Trainer(ServedModel(WorkerConnection(TablePlan(), TrainerConfig(staleness=2), make)))
         with pytest.raises(ConfigError, match="with max_staleness 2, and the parameter servers in mode 'async' with 1"):
             trainer.open()
         trainer.abandon()

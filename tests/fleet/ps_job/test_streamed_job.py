@@ -45,8 +45,8 @@ def test_the_servers_know_the_events_of_each_step(mode: str, monkeypatch: pytest
         for _ in range(4):
             step(model, optimizer, next(stream))
         trainer = own.session.server_job.trainer
-        trainer.flush()
-        other = trainer._connect(9)
+        trainer.connection.flush()
+        other = trainer.connection.connect(9)
         found = [welcome["points"]["-1"][1] for welcome in other.welcomes()]
         other.close()
         own.stop_worker()
@@ -63,11 +63,11 @@ def test_steps_that_some_servers_have_are_numbered_as_they_were() -> None:
         model, optimizer = served(own, made, make_sgd)
         trainer = own.session.server_job.trainer
         numbers = []
-        trainer._streams = StreamProgress(Resumption(again=((3, {}), (5, {}))), step=9)
-        trainer.client.step = 2
+        trainer.connection.streams = StreamProgress(Resumption(again=((3, {}), (5, {}))), step=9)
+        trainer.connection.client.step = 2
         for batch in batches(4):
             step(model, optimizer, batch)
-            numbers.append(trainer.client.step)
+            numbers.append(trainer.connection.client.step)
         own.stop_worker()
         return numbers
 

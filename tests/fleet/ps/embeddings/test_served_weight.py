@@ -120,7 +120,7 @@ def test_in_every_mode(mode: str) -> None:
     own.init(log_level="WARNING")
     model, optimizer = served(own, mode, sgd)
     own.init_worker()
-    losses = train(model, optimizer, penalty, data(), own.session.server_job.trainer.flush)
+    losses = train(model, optimizer, penalty, data(), own.session.server_job.trainer.connection.flush)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), atol=2e-6, rtol=0)
     torch.testing.assert_close(model.state_dict()["emb.weight"], net.emb.weight.detach(), atol=2e-6, rtol=0)
     own.stop_worker()
@@ -162,7 +162,7 @@ def pair() -> Any:
     (model["words"](ids).sum() + model["ads"](ids).sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
-    own.session.server_job.trainer.flush()
+    own.session.server_job.trainer.connection.flush()
     yield model, optimizer
     own.stop_worker()
     own.session.close()

@@ -44,7 +44,7 @@ def start(net: nn.Module, **configs: Any) -> tuple[Fleet, Any, Any]:
 
 
 def exchange_of(own: Fleet) -> AsyncExchange:
-    exchange = own.session.server_job.trainer._exchange
+    exchange = own.session.server_job.trainer.connection.exchange
     assert isinstance(exchange, AsyncExchange)
     return exchange
 

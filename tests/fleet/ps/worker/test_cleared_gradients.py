@@ -40,7 +40,7 @@ def backward(job: Job, *ids: int) -> None:
 
 def trained(job: Job) -> torch.Tensor:
     """Returns what this worker's rows are after the steps so far are applied."""
-    job.own.session.server_job.trainer.flush()
+    job.own.session.server_job.trainer.connection.flush()
     ads = job.net.ads.lookup_rows(torch.arange(4))
     return torch.stack([job.rows()[:4], ads])
 
@@ -87,7 +87,7 @@ def test_the_loop_that_clears_the_scripts_own_module_is_that_of_plain_torch() ->
             module.zero_grad()
             module(ids).square().sum().backward()
             optimizer.step()
-        job.own.session.server_job.trainer.flush()
+        job.own.session.server_job.trainer.connection.flush()
     torch.testing.assert_close(job.rows(), net.weight.detach())
     job.own.stop_worker()
     job.own.session.close()

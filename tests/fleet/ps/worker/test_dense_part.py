@@ -76,10 +76,10 @@ def test_a_write_that_the_servers_would_undo_is_refused(job: Job, write: Callabl
     """Before the step changes anything; it names the parameter, and what to write instead."""
     for _ in range(steps):
         job.step()
-    job.trainer.flush()
+    job.trainer.connection.flush()
     rows = job.net.emb.weight.detach().clone()
     write(job.net)
-    for call in (job.step, job.trainer.flush, job.own.barrier_worker, job.optimizer.state_dict):
+    for call in (job.step, job.trainer.connection.flush, job.own.barrier_worker, job.optimizer.state_dict):
         if write is WRITES["double"] and call == job.step:
             continue  # its forward fails in torch
         with pytest.raises(ConfigError, match=r"'(hidden|out)\.\w+' was changed after fleet.init_worker.*dp_degree"):
@@ -115,7 +115,7 @@ def test_what_is_taken_back_before_the_step_is_no_write(job: Job) -> None:
     average = AveragedModel(job.net)
     for number in range(8):
         job.step()
-        job.trainer.flush()
+        job.trainer.connection.flush()
         average.update_parameters(job.net)
         own = [p.detach().clone() for p in (job.net.hidden.weight, job.net.out.weight)]
         with torch.no_grad():
@@ -134,7 +134,7 @@ def test_sharpness_aware_training_takes_its_perturbation_back(job: Job, radius: 
     """Foret et al., 2021: up to rounding, which the servers' values undo; biases are smaller than their offsets."""
     with torch.no_grad():
         job.net.out.bias.zero_()
-    job.trainer.excuse_writes()
+    job.trainer.connection.excuse_writes()
     for _ in range(8):
         job.optimizer.zero_grad()
         job.model(torch.arange(3)).square().sum().backward()
@@ -174,7 +174,7 @@ def test_a_state_that_was_loaded_with_a_warning_lets_training_go_on(job: Job) ->
 def test_stop_worker_says_what_it_replaces(job: Job) -> None:
     """The job has ended well otherwise: a warning, and the servers' parameters."""
     job.step()
-    job.trainer.flush()
+    job.trainer.connection.flush()
     expected = job.net.out.weight.detach().clone()
     job.net.out.weight.data.zero_()
     with pytest.warns(OptionWarning, match=r"fleet.stop_worker\(\): 'out.weight' was changed"):

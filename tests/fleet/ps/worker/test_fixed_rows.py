@@ -48,7 +48,7 @@ class Job(ServedJob):
         self.optimizer.zero_grad()
         self.model(torch.arange(3)).sum().backward()
         self.optimizer.step()
-        self.trainer.flush()
+        self.trainer.connection.flush()
 
     def rows(self) -> torch.Tensor:
         return self.net.emb.weight.detach().clone()

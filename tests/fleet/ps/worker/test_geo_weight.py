@@ -74,8 +74,8 @@ def test_the_weight_is_trained_in_its_own_memory_as_by_plain_torch() -> None:
         assert torch.equal(model.emb.weight.detach(), weight.detach())
         torch.testing.assert_close(weight.detach(), net.emb.weight.detach(), atol=1e-6, rtol=0)
     assert weight.data_ptr() == place
-    own.session.server_job.trainer.flush()
-    client = own.session.server_job.trainer.client
+    own.session.server_job.trainer.connection.flush()
+    client = own.session.server_job.trainer.connection.client
     served = client.wait(client.pull({0: np.arange(ROWS)}))[0]
     torch.testing.assert_close(torch.from_numpy(served), net.emb.weight.detach(), atol=1e-6, rtol=0)
     own.stop_worker()
@@ -130,7 +130,7 @@ def test_two_workers_are_those_of_the_formula() -> None:
                 train(model, optimizer, step, rank)
             turns[2 * half + rank + 1].set()
         own.barrier_worker()
-        client = own.session.server_job.trainer.client
+        client = own.session.server_job.trainer.connection.client
         served = client.wait(client.pull({0: np.arange(ROWS)}))[0]
         own.barrier_worker()  # stop_worker() sends what is left
         found = model.emb.weight.detach().clone().numpy()

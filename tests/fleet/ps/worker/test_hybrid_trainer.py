@@ -17,7 +17,7 @@ from fleet.errors import CheckpointError, FleetError, NanInfError, PSError, Unsu
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client, NothingLoaded
 from fleet.ps.server import server_files
-from fleet.ps.worker.hybrid_trainer import HybridTrainer
+from fleet.ps.worker.hybrid_model import HybridModel
 from tests.fleet.ps_job.test_server_job import Reference, make_adagrad, rows_of, served, strategy
 from tests.helpers.served import Batch, WideAndDeep, batches, run_job, train
 from tests.helpers.trainers import thread_trainers
@@ -115,7 +115,7 @@ def test_one_leaves_first_and_worker_0_has_the_schedule(monkeypatch: pytest.Monk
 def order_of_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list to which trainer 0's values and each trainer's wish to save are noted."""
     order: list[str] = []
-    give, ask = HybridTrainer._give_own, Client.save
+    give, ask = HybridModel._give_own, Client.save
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.05)
@@ -126,7 +126,7 @@ def order_of_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         order.append("asked")
         return ask(*arguments, **settings)
 
-    monkeypatch.setattr(HybridTrainer, "_give_own", slow)
+    monkeypatch.setattr(HybridModel, "_give_own", slow)
     monkeypatch.setattr(Client, "save", noted)
     return order
 
@@ -301,7 +301,7 @@ def test_an_absent_optimizer_state_is_said(monkeypatch: pytest.MonkeyPatch, tmp_
         own.barrier_worker()
         ads, words, _ = batches(1, rank, 2)[0]
         model(ads, words).sum().backward()
-        monkeypatch.setattr(own.session.server_job.trainer.client, "notify", lines.append)
+        monkeypatch.setattr(own.session.server_job.trainer.connection.client, "notify", lines.append)
         own.load_model(tmp_path)
         assert all(p.grad is None for p in model.parameters())
         loaded = tables_of(model)

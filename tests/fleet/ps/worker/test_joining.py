@@ -22,8 +22,11 @@ from fleet.ps.embeddings.served_embedding import serve_embeddings
 from fleet.ps.server.served_table import ServedSparse
 from fleet.ps.table import ids
 from fleet.ps.wire.messages import Op
+from fleet.ps.worker.connection import TrainerConfig, WorkerConnection
+from fleet.ps.worker.meetings import SAVE
+from fleet.ps.worker.served_model import ServedModel
 from fleet.ps.worker.table_plan import TablePlan, plan_tables
-from fleet.ps.worker.trainer import SAVE, Trainer, TrainerConfig
+from fleet.ps.worker.trainer import Trainer
 from tests.fleet.ps.service import Service, gradient, in_threads, rows, serving, silent
 
 NUM_ROWS = 20
@@ -65,7 +68,7 @@ def trainer_of(
         service.clients.append(client)
         return client
 
-    return Trainer(plan, TrainerConfig(mode=mode), make)
+    return Trainer(ServedModel(WorkerConnection(plan, TrainerConfig(mode=mode), make)))
 
 
 class Killed(BaseException):
@@ -126,7 +129,7 @@ def test_a_worker_0_killed_anywhere_leaves_nothing_half_given(sent: bool, monkey
             _, plan = made(2)
             trainer = trainer_of(service, plan, client_id=8)
             trainer.open()
-            found = tables_of(trainer.client, plan)
+            found = tables_of(trainer.connection.client, plan)
         for name in SIZES:
             one, other = (getattr(net, name).weight.detach().numpy() for net in (first, again))
             is_one, is_other = (found[name] == one).all(axis=1), (found[name] == other).all(axis=1)
@@ -148,13 +151,13 @@ def test_what_was_trained_or_loaded_is_not_given_again() -> None:
         _, plan = made(1)
         trainer = trainer_of(service, plan)
         trainer.open()
-        client, table = trainer.client, plan.sparse[0].table_id
+        client, table = trainer.connection.client, plan.sparse[0].table_id
         client.wait(client.push({table: gradient(range(NUM_ROWS), 1.0, SIZES[plan.sparse[0].config.name])}))
         before = tables_of(client, plan)
         trainer.abandon()
         other = trainer_of(service, made(2)[1], client_id=8)
         other.open()
-        after = tables_of(other.client, plan)
+        after = tables_of(other.connection.client, plan)
         for name, values in before.items():
             np.testing.assert_array_equal(after[name], values)
 
@@ -173,7 +176,7 @@ def test_pieces_that_were_applied_stay_known_after_a_restart_of_the_server(
             service.start(index)
         trainer = trainer_of(service, made(1)[1], client_id=9)
         trainer.open()
-        found = tables_of(trainer.client, trainer.plan)
+        found = tables_of(trainer.connection.client, trainer.plan)
     for name in SIZES:
         np.testing.assert_array_equal(found[name], getattr(Net(1), name).weight.detach().numpy())
 
@@ -207,7 +210,7 @@ def start_workers(service: Service, states: tuple[Any, ...] = (None, None)) -> l
 
 def push(trainer: Trainer, key: int) -> None:
     words = next(part for part in trainer.plan.sparse if part.config.name == "words")
-    trainer.client.wait(trainer.client.push({words.table_id: gradient([key], 1.0, 3)}))
+    trainer.connection.client.wait(trainer.connection.client.push({words.table_id: gradient([key], 1.0, 3)}))
 
 
 def restart(service: Service, workers: list[Trainer]) -> None:
@@ -226,7 +229,7 @@ def test_a_restarted_worker_reads_rows_once_its_last_step_is_applied() -> None:
         table = next(part for part in first.plan.sparse if part.config.name == "words")
         module = table.modules[0]
         before = module(torch.tensor([4])).detach().clone()
-        first.client.push({table.table_id: gradient([4], 2.0, 3)})  # its answer waits for the other worker
+        first.connection.client.push({table.table_id: gradient([4], 2.0, 3)})  # its answer waits for the other worker
         first.abandon()
         again = trainer_of(service, made(0)[1], 0, client_id=time.monotonic_ns() | 1, mode="sync")
         opening = threading.Thread(target=again.open)
@@ -269,20 +272,20 @@ def save_with_a_late_worker(service: Service, workers: list[Trainer], folder: Pa
     """Lets worker 0 come to the save first, and worker 1 push before it comes, too; both pushes must be saved."""
     early, late = workers
     saved = threading.Event()
-    save = early.client.save
+    save = early.connection.client.save
 
     def noted(*arguments: Any, **settings: Any) -> int:
         saved.set()
         return save(*arguments, **settings)
 
-    early.client.save = noted  # type: ignore[method-assign]
-    first = threading.Thread(target=early.save, args=(str(folder), 0), daemon=True)
+    early.connection.client.save = noted  # type: ignore[method-assign]
+    first = threading.Thread(target=early.tables.save, args=(str(folder), 0), daemon=True)
     first.start()
     session = service.servers[0].state.job
     until(lambda: saved.is_set() or any(name == SAVE for name, _ in list(session.arrived)))
     assert not saved.is_set(), "worker 0 saves before worker 1 has come"
     push(late, 19)
-    late.save(str(folder), 0)
+    late.tables.save(str(folder), 0)
     first.join(CAP_S)
     assert not first.is_alive()
 
@@ -299,12 +302,12 @@ def test_a_save_after_a_restart_of_the_whole_job_waits_for_every_worker(
         for round_ in range(2):
             for trainer in workers:
                 push(trainer, round_)
-            together(*(lambda own=own: own.save(str(tmp_path / "first"), 0) for own in workers))
+            together(*(lambda own=own: own.tables.save(str(tmp_path / "first"), 0) for own in workers))
         states = tuple(trainer.state_dict() for trainer in workers) if checkpoint else (None, None)
         restart(service, workers)
         workers = start_workers(service, states)
         save_with_a_late_worker(service, workers, tmp_path / "second")
-        read = workers[0].client
+        read = workers[0].connection.client
         words = next(part.table_id for part in workers[0].plan.sparse if part.config.name == "words")
         before = rows(read, [19], words)
         read.alter(words, "clear")
@@ -325,31 +328,31 @@ def test_a_save_is_whole_when_worker_0_dies_in_it_and_comes_back_without_a_check
         ended = threading.Event()
 
         def save() -> None:
-            second.save(str(tmp_path / "one"), 0)
+            second.tables.save(str(tmp_path / "one"), 0)
             ended.set()
 
         waiting = threading.Thread(target=save, daemon=True)
         waiting.start()
         dies_at(first, 1)
         with pytest.raises(Died):
-            first.save(str(tmp_path / "one"), 0)
+            first.tables.save(str(tmp_path / "one"), 0)
         session = service.servers[0].state.job
         until(lambda: (SAVE, 2) in list(session.arrived))  # the other stands at the end of the save
         first.abandon()
         again = trainer_of(service, made(5)[1], client_id=11, mode=mode)
         again.open()
         assert not ended.is_set()
-        before = rows(again.client, range(20), words)
+        before = rows(again.connection.client, range(20), words)
         push(again, 3)  # it trains its first batch once more
         two = str(tmp_path / "two")
-        together(lambda: again.save(two, 0), lambda: ended.wait(CAP_S) and second.save(two, 0))
+        together(lambda: again.tables.save(two, 0), lambda: ended.wait(CAP_S) and second.tables.save(two, 0))
         waiting.join(CAP_S)
         assert ended.is_set()
-        changed = rows(second.client, range(20), words)
+        changed = rows(second.connection.client, range(20), words)
         assert (changed[3] != before[3]).all()
         for name, expected in (("one", before), ("two", changed)):
-            together(*(lambda own=own, name=name: own.load(str(tmp_path / name)) for own in (again, second)))
-            np.testing.assert_array_equal(rows(second.client, range(20), words), expected)
+            together(*(lambda own=own, name=name: own.tables.load(str(tmp_path / name)) for own in (again, second)))
+            np.testing.assert_array_equal(rows(second.connection.client, range(20), words), expected)
 
 
 def test_a_save_is_whole_when_worker_0_dies_in_it_and_stays_away(tmp_path: Path) -> None:
@@ -359,11 +362,13 @@ def test_a_save_is_whole_when_worker_0_dies_in_it_and_stays_away(tmp_path: Path)
         words = next(part.table_id for part in first.plan.sparse if part.config.name == "words")
         push(second, 3)
         dies_at(first, 1)
-        together(lambda: ends(service, first.save, str(tmp_path), 0), lambda: second.save(str(tmp_path), 0))
-        before = rows(second.client, range(20), words)
+        together(
+            lambda: ends(service, first.tables.save, str(tmp_path), 0), lambda: second.tables.save(str(tmp_path), 0)
+        )
+        before = rows(second.connection.client, range(20), words)
         push(second, 3)
-        second.load(str(tmp_path))
-        np.testing.assert_array_equal(rows(second.client, range(20), words), before)
+        second.tables.load(str(tmp_path))
+        np.testing.assert_array_equal(rows(second.connection.client, range(20), words), before)
 
 
 def test_a_load_is_whole_when_worker_0_dies_in_it(tmp_path: Path) -> None:
@@ -371,13 +376,13 @@ def test_a_load_is_whole_when_worker_0_dies_in_it(tmp_path: Path) -> None:
     with serving(num_servers=2, num_workers=2) as service:
         first, second = start_workers(service)
         words = next(part.table_id for part in first.plan.sparse if part.config.name == "words")
-        together(*(lambda own=own: own.save(str(tmp_path), 0) for own in (first, second)))
-        before = rows(second.client, range(20), words)
+        together(*(lambda own=own: own.tables.save(str(tmp_path), 0) for own in (first, second)))
+        before = rows(second.connection.client, range(20), words)
         for key in range(20):
             push(first, key)
         dies_at(first, 1)
-        together(lambda: ends(service, first.load, str(tmp_path)), lambda: second.load(str(tmp_path)))
-        np.testing.assert_array_equal(rows(second.client, range(20), words), before)
+        together(lambda: ends(service, first.tables.load, str(tmp_path)), lambda: second.tables.load(str(tmp_path)))
+        np.testing.assert_array_equal(rows(second.connection.client, range(20), words), before)
 
 
 def test_all_workers_get_the_reason_why_a_save_failed(tmp_path: Path) -> None:
@@ -390,12 +395,14 @@ def test_all_workers_get_the_reason_why_a_save_failed(tmp_path: Path) -> None:
 
             def fails(own: Trainer, what: str = what) -> None:
                 with pytest.raises(PSError, match="parameter server 0") as caught:
-                    own.save(str(tmp_path / "file"), 0) if what == "save" else own.load(str(tmp_path / "absent"))
+                    own.tables.save(str(tmp_path / "file"), 0) if what == "save" else own.tables.load(
+                        str(tmp_path / "absent")
+                    )
                 reasons.append(str(caught.value))
 
             together(*(lambda own=own: fails(own) for own in workers))
         assert len(reasons) == 4
-        together(*(lambda own=own: own.save(str(tmp_path / "good"), 0) for own in workers))
+        together(*(lambda own=own: own.tables.save(str(tmp_path / "good"), 0) for own in workers))
 
 
 def test_a_server_waits_for_a_worker_that_waits_for_a_long_save(tmp_path: Path) -> None:
@@ -413,7 +420,7 @@ def test_a_server_waits_for_a_worker_that_waits_for_a_long_save(tmp_path: Path) 
             return blocks(*arguments, **settings)
 
         sparse.blocks = long  # type: ignore[method-assign]
-        worker.save(str(tmp_path), 0)
+        worker.tables.save(str(tmp_path), 0)
         assert expired == [[]]
         assert session.workers[0].busy == 0
 
@@ -423,18 +430,18 @@ def test_a_worker_with_a_checkpoint_repeats_what_the_others_have_passed(tmp_path
     with serving(num_workers=2) as service:
         workers = start_workers(service)
         state = workers[0].state_dict()
-        together(*(lambda own=own: own.save(str(tmp_path / "one"), 0) for own in workers))
+        together(*(lambda own=own: own.tables.save(str(tmp_path / "one"), 0) for own in workers))
         workers[0].abandon()
         again = trainer_of(service, made(5)[1], client_id=11)
         again.load_state_dict(state)
         again.open()
-        again.save(str(tmp_path / "one"), 0)  # nobody is waited for: the others were here
+        again.tables.save(str(tmp_path / "one"), 0)  # nobody is waited for: the others were here
         late = workers[1].state_dict()
         workers[1].abandon()
         again.abandon()
     with serving(num_workers=2) as service:
         fresh = start_workers(service, (None, late))
-        together(*(lambda own=own: own.save(str(tmp_path / "two"), 0) for own in fresh))
+        together(*(lambda own=own: own.tables.save(str(tmp_path / "two"), 0) for own in fresh))
 
 
 class Died(Exception):
@@ -445,7 +452,7 @@ def ends(service: Service, act: Callable[..., Any], *arguments: Any) -> None:
     """Does what kills worker 0, and ends its lease."""
     with pytest.raises(Died):
         act(*arguments)
-    act.__self__.client._links[0].call(Request(Op.PING))  # what it had sent would show that it lives
+    act.__self__._connection.client._links[0].call(Request(Op.PING))  # what it had sent would show that it lives
     for server in service.servers:
         session = server.state.job
         with session.changed:
@@ -455,14 +462,14 @@ def ends(service: Service, act: Callable[..., Any], *arguments: Any) -> None:
 
 def dies_at(trainer: Trainer, server: int) -> None:
     """Ends the worker before it sends what it asks for to this server."""
-    submit = trainer.client._links[server].submit
+    submit = trainer.connection.client._links[server].submit
 
     def dying(request: Request) -> Request:
         if request.op in (Op.SAVE, Op.LOAD):
             raise Died
         return submit(request)
 
-    trainer.client._links[server].submit = dying  # type: ignore[method-assign]
+    trainer.connection.client._links[server].submit = dying  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -473,19 +480,19 @@ def test_workers_with_checkpoints_go_on_with_servers_that_were_started_anew(mode
         for round_ in range(3):
             for trainer in workers:
                 push(trainer, round_)
-        together(*(lambda own=own: own.save(str(tmp_path / "save"), 0) for own in workers))
+        together(*(lambda own=own: own.tables.save(str(tmp_path / "save"), 0) for own in workers))
         states = tuple(trainer.state_dict() for trainer in workers)
         assert [state["step"] for state in states] == [3, 3]
         words = next(part.table_id for part in workers[0].plan.sparse if part.config.name == "words")
-        saved = rows(workers[0].client, [0, 1, 2], words)
+        saved = rows(workers[0].connection.client, [0, 1, 2], words)
         for trainer in workers:
             trainer.abandon()
     with serving(num_servers=2, num_workers=2, mode=mode) as service:
         workers = start_workers(service, states)
-        together(*(lambda own=own: own.load(str(tmp_path / "save")) for own in workers))
-        together(lambda: np.testing.assert_array_equal(rows(workers[1].client, [0, 1, 2], words), saved))
+        together(*(lambda own=own: own.tables.load(str(tmp_path / "save")) for own in workers))
+        together(lambda: np.testing.assert_array_equal(rows(workers[1].connection.client, [0, 1, 2], words), saved))
         for trainer in workers:
             push(trainer, 0)
-        together(*(lambda own=own: own.flush() for own in workers))
-        assert (rows(workers[0].client, [0], words) != saved[:1]).all()
+        together(*(lambda own=own: own.connection.flush() for own in workers))
+        assert (rows(workers[0].connection.client, [0], words) != saved[:1]).all()
         save_with_a_late_worker(service, workers, tmp_path / "second")

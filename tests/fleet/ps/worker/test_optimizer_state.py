@@ -12,7 +12,7 @@ from torch import nn
 from fleet.errors import CheckpointError
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.worker.dense_part import DensePart, GroupPlace
-from fleet.ps.worker.hybrid_trainer import check_state
+from fleet.ps.worker.hybrid_model import check_state
 
 Part = tuple[torch.optim.Optimizer, list[DensePart]]
 

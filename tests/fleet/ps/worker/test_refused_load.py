@@ -140,7 +140,7 @@ def load_in_vain(own: Fleet, rank: int, mode: str, folder: Path) -> Any:
         own.load_model(folder)
     assert not isinstance(caught.value, NothingLoaded)
     found = values_of(model)
-    held = trainer.client.wait(trainer.client.pull(trainer.plan.dense_ids, wait_for_others=False))
+    held = trainer.connection.client.wait(trainer.connection.client.pull(trainer.plan.dense_ids, wait_for_others=False))
     for part in trainer.plan.dense:
         assert (part.values() == held[part.table_id]).all()
     assert torch.equal(found["words"], found["words.weight"])  # state_dict() has asked the servers
@@ -182,7 +182,7 @@ def test_the_first_error_is_raised_when_a_server_is_gone(tmp_path: Path, monkeyp
         model, optimizer = served(own, strategy("sync"), make_adagrad)
         train(model, optimizer, batches(2))
         own.save_persistables(tmp_path)
-        client = own.session.server_job.trainer.client
+        client = own.session.server_job.trainer.connection.client
 
         def fail(text: str) -> Any:
             raise PSError(text)

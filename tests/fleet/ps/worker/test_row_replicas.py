@@ -66,9 +66,9 @@ def test_steps_that_are_flushed_are_those_of_one_process(optimizer_type: Any) ->
     plain = optimizer_type(net.parameters(), RATE)
     for step in range(6):
         train(model, optimizer, step)
-        own.session.server_job.trainer.flush()
+        own.session.server_job.trainer.connection.flush()
         train(net, plain, step)
-    assert own.session.server_job.trainer.counts["pulled"] == 0  # no lookup asked for the rows of its batch
+    assert own.session.server_job.trainer.connection.pulled == 0  # no lookup asked for the rows of its batch
     torch.testing.assert_close(model.emb.weight.detach(), net.emb.weight.detach(), atol=1e-6, rtol=0)
     assert torch.equal(model.emb.weight[3].detach(), net.emb.weight[3].detach())  # the padding
     own.stop_worker()
@@ -93,7 +93,7 @@ def test_what_waits_in_the_queue_is_in_the_weights_after_stop_worker() -> None:
 def test_training_does_not_run_ahead_of_what_is_sent(merge: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pulls the queues would fill, and every gradient be as old as they are long."""
     own, model, optimizer = alone(torch.optim.Adam, max_merge_var_num=merge)
-    exchange = own.session.server_job.trainer._exchange
+    exchange = own.session.server_job.trainer.connection.exchange
     sender = exchange._others[0]
     push = sender.push
 
@@ -139,11 +139,13 @@ def test_two_workers_in_turn_are_one_process() -> None:
         for step in range(steps):
             if step % 2 == rank:
                 train(model, optimizer, step)
-                own.session.server_job.trainer.flush()
+                own.session.server_job.trainer.connection.flush()
             own.barrier_worker()
             # Behind the barrier nothing is older; the parameters come with the next exchange.
-            own.session.server_job.trainer._exchange._mailbox.receive(own.session.server_job.trainer.client)
-            own.session.server_job.trainer._exchange._mailbox.deliver()
+            own.session.server_job.trainer.connection.exchange._mailbox.receive(
+                own.session.server_job.trainer.connection.client
+            )
+            own.session.server_job.trainer.connection.exchange._mailbox.deliver()
         found = model.emb(torch.arange(ROWS)).detach()
         own.barrier_worker()
         own.stop_worker()
@@ -166,7 +168,7 @@ def test_a_worker_that_pushes_nothing_sees_rows_that_are_hardly_old() -> None:
         meeting.wait()
         if rank:
             train(model, optimizer, 0)
-            own.session.server_job.trainer.flush()
+            own.session.server_job.trainer.connection.flush()
         meeting.wait()
         with torch.no_grad():
             at_once = model.emb(torch.arange(ROWS))  # evaluates: the servers' rows
@@ -228,7 +230,7 @@ def test_a_prefetch_asks_for_nothing() -> None:
         model.emb.prefetch(torch.tensor([12]))
     model.emb.prefetch(batch(0)[0])
     train(model, optimizer, 0)
-    assert own.session.server_job.trainer.counts["pulled"] == 0
+    assert own.session.server_job.trainer.connection.pulled == 0
     own.stop_worker()
     own.session.close()
 
@@ -240,12 +242,12 @@ def test_a_save_that_is_loaded_replaces_the_rows(tmp_path: Any) -> None:
     saved = model.emb.weight.detach().clone()
     for step in range(4):
         train(model, optimizer, step)
-    own.session.server_job.trainer.flush()
+    own.session.server_job.trainer.connection.flush()
     assert not torch.equal(model.emb(torch.arange(ROWS)), saved)
     own.load_model(str(tmp_path / "save"))
     assert torch.equal(model.emb(torch.arange(ROWS)), saved)
     train(model, optimizer, 1)
-    own.session.server_job.trainer.flush()
+    own.session.server_job.trainer.connection.flush()
     assert not torch.equal(model.emb(torch.arange(ROWS)), saved)
     own.stop_worker()
     own.session.close()

@@ -62,7 +62,7 @@ def test_rules_with_a_state_change_values_alone(optimizer: Any) -> None:
 
 def test_values_that_came_with_the_answer_are_not_asked_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.step()
-    monkeypatch.setattr(job.trainer.client, "pull", None)
+    monkeypatch.setattr(job.trainer.connection.client, "pull", None)
     job.step()
     assert job.is_right()
 
@@ -106,14 +106,14 @@ def test_a_graph_from_before_a_step_is_refused_as_in_plain_torch(job: Job) -> No
 def test_values_that_are_flushed_in_inference_mode_are_trained_on(job: Job) -> None:
     job.step()
     with torch.inference_mode():
-        job.trainer.flush()
+        job.trainer.connection.flush()
     job.step()
     assert job.is_right()
 
 
 def test_an_interruption_after_the_answer_leaves_its_values(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.step()
-    client = job.trainer.client
+    client = job.trainer.connection.client
     wait = client.wait
 
     def interrupted(ticket: Any) -> Any:

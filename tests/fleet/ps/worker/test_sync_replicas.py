@@ -68,7 +68,7 @@ def test_two_workers_are_one_process_on_all_data(optimizer_type: Any, num_server
         for step in range(6):
             train(model, optimizer, *batch(step, rank, 2))
             seen.append(model.emb(torch.arange(ROWS)).detach().clone())
-        pulled = own.session.server_job.trainer.counts["pulled"]
+        pulled = own.session.server_job.trainer.connection.pulled
         own.stop_worker()
         return seen, pulled
 
@@ -147,7 +147,7 @@ def test_a_weight_that_moves_to_shared_memory_is_still_trained(mode: str) -> Non
         for step in range(3):
             train(model, optimizer, *batch(step))
             own.barrier_worker()
-            own.session.server_job.trainer.flush()
+            own.session.server_job.trainer.connection.flush()
         kept = model.emb(torch.arange(ROWS)).detach().clone()
         own.stop_worker()
         return kept

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from fleet.errors import ConfigError, NotInitializedError
+from fleet.ps.worker.connection import TrainerConfig, WorkerConnection
 from fleet.ps.worker.exchange_modes import MODES, check_mode
+from fleet.ps.worker.served_model import ServedModel
 from fleet.ps.worker.table_plan import TablePlan
-from fleet.ps.worker.trainer import Trainer, TrainerConfig
+from fleet.ps.worker.trainer import Trainer
 from tests.fleet.ps.service import DENSE, SPARSE, gradient, ids, serving
 
 
@@ -64,8 +66,9 @@ def test_a_worker_at_a_barrier_is_not_waited_for() -> None:
 
 
 def test_calls_before_and_after_training_say_so() -> None:
-    trainer = Trainer(TablePlan(), TrainerConfig(), lambda channel: pytest.fail("no client is needed"))
-    for call in (trainer.step, trainer.flush, lambda: trainer.client):
+    connection = WorkerConnection(TablePlan(), TrainerConfig(), lambda channel: pytest.fail("no client is needed"))
+    trainer = Trainer(ServedModel(connection))
+    for call in (trainer.step, trainer.connection.flush, lambda: trainer.connection.client):
         with pytest.raises(NotInitializedError, match="init_worker"):
             call()
     trainer.load_state_dict({"step": 3, "barriers": {}, "questions": 0})
