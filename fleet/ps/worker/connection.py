@@ -68,7 +68,7 @@ class WorkerConnection:
         exchange: ``None`` before :meth:`start` and after :meth:`stop`.
         streams: how far this worker has read its streams; ``None`` where it reads none.
         lost_ranks: reads the streams of workers that were lost; ``None`` where the mode does not allow it.
-        stopped: training has ended.
+        stopped: training has ended, by :meth:`abandon`.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class WorkerConnection:
 
     def open(self) -> Client:
         """Connects the main client, and agrees with the servers on mode and tables."""
+        # Noted before it connects: a start that fails half-way must close it.
         self.opened = client = self._make_client(0)
         client.open()
         check_same_mode(client, self.config.mode, self.config.staleness)
@@ -137,8 +138,17 @@ class WorkerConnection:
         if exchange is not None:
             (exchange.close if sends else exchange.abandon)()
 
+    def abandon(self) -> None:
+        """Ends the exchange without sending, and disconnects without a goodbye."""
+        self.stopped = True
+        if self.lost_ranks is not None:
+            self.lost_ranks.end()
+        self.stop(sends=False)
+        if self.opened is not None:
+            self.opened.close()
+
     def running(self) -> ServerExchange:
-        """Returns the exchange; raises NotInitializedError where there is none."""
+        """Returns the exchange; raises NotInitializedError before :meth:`start` and after :meth:`stop`."""
         if self.stopped:
             raise NotInitializedError("training has ended: fleet.stop_worker() was called.")
         if self.exchange is None:
@@ -153,6 +163,7 @@ class WorkerConnection:
             return GeoExchange(client, self.exchanged, config.k_steps, self._train_dense)
         if config.mode == "half_async":
             return HalfAsyncExchange(client, self.exchanged, config.num_batches)
+        # A connection for each thread, as AsyncSender takes them.
         count = config.sender.thread_pool_size + config.sender.independent_recv_thread
         return AsyncExchange(client, self.exchanged, config.sender, [self.connect(i + 1) for i in range(count)])
 
@@ -181,13 +192,14 @@ class WorkerConnection:
 
     def _use(self, exchange: ServerExchange | None) -> None:
         """Makes lookups ask the exchange itself; without one they raise."""
+        # Every lookup pays for each function on its way, so the exchange is asked directly, and not through self.
         self.exchange = exchange
         for table, source in zip(self.plan.sparse, self._sources, strict=True):
             source.rows = partial(self._ask if exchange is None else exchange.rows, source.table_id)
             for module in table.modules:
                 if exchange is not None:
                     module.lookup.source = source
-                module.lookup.expect_nothing()
+                module.lookup.expect_nothing()  # rows on their way come from the exchange before
 
     def _ask(self, table_id: int, keys: Keys) -> Rows:
         return self.running().rows(table_id, keys)

@@ -111,7 +111,7 @@ class HybridModel(ServedModel):
                 torch.save(self._optimizer.state_dict()["state"], file)
 
     def prepare_load(self, dirname: str, tables: list[int] | None) -> Unserved | None:
-        """Reads what no server holds; raises NothingLoaded where a trainer has left."""
+        """Returns :meth:`read`, before any server loads; raises NothingLoaded where a trainer has left."""
         if self._left:
             raise NothingLoaded(
                 f"fleet.load_model(): {self._left} of {self._size} trainers have called stop_worker() already, but "
@@ -125,7 +125,7 @@ class HybridModel(ServedModel):
         self.connection.restart()
 
     def finish_load(self, dirname: str, tables: list[int] | None, unserved: Unserved | None) -> None:
-        """Takes the dense parameters of the save from the servers' copy, and what no server holds."""
+        """Takes the dense parameters of the save from the servers' copy, buffers and the optimizer's state."""
         client = self.connection.client
         read = {part.table_id: None for part in self.plan.dense if tables is None or part.table_id in tables}
         values = client.wait(client.pull(read, wait_for_others=False)) if read else {}
@@ -133,6 +133,14 @@ class HybridModel(ServedModel):
             if part.table_id in values:
                 part.assign(values[part.table_id])
         super().finish_load(dirname, tables, unserved)
+
+    def leave(self) -> None:
+        """Takes part in the others' steps until all trainers leave."""
+        self.own().stand_by(leaving=True)
+
+    def release(self) -> None:
+        """Lets go of the other trainers."""
+        self.dense = None
 
     def _take_parameters(self, resumes: bool = False) -> None:
         """Takes the servers' copy on trainer 0, from which the others get theirs."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch.autograd.graph import increment_version
 
 from fleet.errors import NanInfError
+from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.worker.dense_exchange import DenseExchange, check_same_round, not_finite
 from fleet.ps.worker.hybrid_model import HybridModel
 from fleet.ps.worker.trainer import Trainer
@@ -42,11 +43,6 @@ class HybridTrainer(Trainer):
         if client.staleness is not None:
             client.step = max(step for _, step in found)
 
-    def abandon(self) -> None:
-        """Disconnects without a goodbye, and releases the other trainers."""
-        super().abandon()
-        self.model.dense = None
-
     # -- training ------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -57,14 +53,14 @@ class HybridTrainer(Trainer):
             PSError: a server is lost for longer than the deadline, or a trainer is gone.
         """
         exchange = self.connection.running()
-        rows = self.plan.gather_gradients()
+        gradients = self.plan.gather_gradients(self.plan.dense if self._config.check_finite else ())
         dense = self.model.own()
-        self._average(rows, dense)
+        self._average(gradients, dense)
         # Gradients of rows leave once every trainer has computed with the old rows: a trainer that repeats a step after
         # a failure then computes with the same rows, although the servers may hold a gradient of that step already.
         self._send_rates()
         increment_version(self._weights)
-        exchange.put(rows)
+        exchange.put({table_id: rows for table_id, rows in gradients.items() if isinstance(rows, Gradient)})
         dense.step()
 
     def is_stepping(self) -> bool:
@@ -90,16 +86,11 @@ class HybridTrainer(Trainer):
         super().load_state_dict(state)
         self.model.own().rounds = int(state.get("rounds", 0))
 
-    def _after_goodbye(self) -> None:
-        """Takes part in the others' steps until all trainers leave."""
-        self.model.own().stand_by(leaving=True)
-
-    def _average(self, rows: dict[int, Any], dense: DenseExchange) -> None:
+    def _average(self, gradients: Mapping[int, Gradient | Rows], dense: DenseExchange) -> None:
         """Replaces the dense gradients with their mean over the trainers; raises on all when one has a bad gradient."""
         if self._config.check_finite:
-            local = {part.table_id: part.gradients() for part in self.plan.dense}
             try:
-                self._check_finite({**rows, **{key: value for key, value in local.items() if value is not None}})
+                self._check_finite(gradients)
             except NanInfError:
                 dense.start(bad=True)
                 dense.finish()

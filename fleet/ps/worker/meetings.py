@@ -1,4 +1,4 @@
-"""Meetings: barriers at which the workers agree on what all of them do, such as a save."""
+"""Meetings: barriers at which all workers agree on their next act, such as a save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from fleet.ps.client.client import NothingLoaded
 from fleet.ps.wire.messages import DISAGREE
 from fleet.ps.worker.served_model import ServedModel
 
-SAVE = "fleet.save"  # a name of its own: the workers count each name apart, so a save cannot meet another's start
+# The name of a barrier. The workers count each name apart, so a save cannot meet the start of another process.
+SAVE = "fleet.save"
 _ENDS = {"load": (NothingLoaded, "loaded"), "save": (PSError, "saved"), "shrink": (PSError, "deleted")}
 
 
@@ -31,6 +32,7 @@ class Meetings:
         exchange = self._connection.exchange
         if exchange is not None:
             exchange.check()
+            # The others may wait for steps that this worker has not sent.
             exchange.meeting()
         key = self.model.stand(name, self._user_call(), wish)
         if exchange is not None:
@@ -52,6 +54,7 @@ class Meetings:
 
     def come(self, what: str) -> str | None:
         """Waits until every worker is here with its steps applied, to do ``what``; returns the key they share."""
+        # A save has all steps up to the call, of every worker.
         self._connection.flush()
         if self._connection.client.state_dict()["barriers"].get(SAVE, 0) % 2:
             # The previous process did not reach the end of a save, or its act was refused: one barrier is left over.
@@ -67,5 +70,5 @@ class Meetings:
         return key
 
     def end(self) -> None:
-        """Waits until every worker has done what it came for."""
+        """Waits until every worker has done its part of the act."""
         self._connection.client.barrier(SAVE, self._user_call())

@@ -10,7 +10,7 @@ from torch import Tensor
 from fleet.ps.worker.connection import WorkerConnection
 from fleet.ps.worker.untrained import read_local_file
 
-# What a save has and no server holds: buffers and frozen parameters, and the state of the optimizer of hybrid jobs.
+# The parts of a save that no server holds: buffers and frozen parameters, and the optimizer's state of hybrid jobs.
 Unserved: TypeAlias = tuple[dict[str, Tensor], dict[Any, Any]]
 
 
@@ -31,13 +31,18 @@ class ServedModel:
         A worker that ``resumes`` from a checkpoint has its own buffers.
         """
         self._take_parameters(resumes)
+        # A worker that resumes reads it, too: in hybrid jobs trainer 0 shares each file that it reads with all others.
         origin = self.connection.client.stat()[0]["origin"]
         unserved: Unserved = self.read(origin) if origin else ({}, {})
         if not resumes:
             self.use(unserved, is_start=True)
 
     def read(self, dirname: str) -> Unserved:
-        """Returns what no server holds of a save; raises CheckpointError where it is another model's, or damaged."""
+        """Returns the parts of a save that no server holds.
+
+        Raises:
+            CheckpointError: they are damaged, or those of another model.
+        """
         return self.plan.untrained.read(dirname, self.read_file), {}
 
     def read_file(self, path: Path, absent: str) -> bytes | None:
@@ -53,10 +58,10 @@ class ServedModel:
         return self.connection.client.barrier(name, call, wish)
 
     def before_save(self, dirname: str, tables: list[int] | None) -> None:
-        """Does nothing: the servers have the parameters. Called once all workers are here, before the save."""
+        """Does nothing: the servers have the parameters. Runs before a save, once all workers are here."""
 
     def prepare_load(self, dirname: str, tables: list[int] | None) -> Unserved | None:
-        """Reads what no server holds, before a server loads; ``None`` where only ``tables`` are loaded."""
+        """Returns :meth:`read`, before any server loads; ``None`` where only ``tables`` are loaded."""
         return self.read(dirname) if tables is None else None
 
     def take_loaded(self) -> None:
@@ -66,9 +71,15 @@ class ServedModel:
         self.connection.restart()
 
     def finish_load(self, dirname: str, tables: list[int] | None, unserved: Unserved | None) -> None:
-        """Uses what no server holds; it is read now where the others have loaded without this worker."""
+        """Uses what :meth:`prepare_load` has read, or reads it where the others have loaded without this worker."""
         if tables is None:
             self.use(unserved or self.read(dirname))
+
+    def leave(self) -> None:
+        """Does nothing: no other worker needs this one after its goodbye to the servers."""
+
+    def release(self) -> None:
+        """Does nothing: the model has no other connection."""
 
     def _take_parameters(self, resumes: bool = False) -> None:
         client = self.connection.client
@@ -76,4 +87,5 @@ class ServedModel:
             values = client.wait(client.pull(self.plan.dense_ids, wait_for_others=False))
             for part in self.plan.dense:
                 part.assign(values[part.table_id])
+            # Whatever differs from these values at the next step was written by the script.
             self.plan.watch.note(values)

@@ -19,7 +19,7 @@ from fleet.ps.worker.joining import give_initial_values, rejoin, wait_for_values
 from fleet.ps.worker.meetings import Meetings
 from fleet.ps.worker.served_model import ServedModel
 
-# Names of barriers. The workers count each name apart, so the start of one process cannot meet a save of another.
+# Names of barriers, see fleet.ps.worker.meetings.
 START = "fleet.start"
 READY = "fleet.ready"
 
@@ -78,22 +78,14 @@ class Trainer:
             connection.flush()
             connection.stop()
             connection.client.goodbye()
-            self._after_goodbye()
+            self.model.leave()
         finally:
             self.abandon()
 
-    def _after_goodbye(self) -> None:
-        """Hook: runs after this worker's goodbye."""
-
     def abandon(self) -> None:
         """Disconnects without a goodbye: the servers wait for a restart of this worker until its lease ends."""
-        connection = self.connection
-        connection.stopped = True
-        if connection.lost_ranks is not None:
-            connection.lost_ranks.end()
-        connection.stop(sends=False)
-        if connection.opened is not None:
-            connection.opened.close()
+        self.connection.abandon()
+        self.model.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state with which a restarted worker repeats no step."""
@@ -123,6 +115,7 @@ class Trainer:
         connection = self.connection
         exchange = connection.running()
         exchange.check(is_step=True)
+        # Copying the dense gradients takes time, and some exchanges read them in place.
         reads_dense = self._config.check_finite or not exchange.reads_grad
         gradients = self.plan.gather_gradients(connection.exchanged.dense if reads_dense else ())
         if self._config.check_finite:
@@ -173,6 +166,7 @@ class Trainer:
         Raises:
             ConfigError: a rate is negative or not finite.
         """
+        # In geo mode no part has a rate: servers add the differences that workers send.
         rates = [(part, part.rate()) for part in self.plan.parts]
         changed = {p.table_id: rate for p, rate in rates if rate is not None and rate != self._rates.get(p.table_id)}
         if not changed:
