@@ -268,7 +268,7 @@ loader = [(torch.ones(16, 4), torch.zeros(16, 4))] * 3
 def test_the_parameter_server_example_runs(tmp_path: Path) -> None:
     """Issue 4: one machine, one process; rows come up for the ids that are met."""
     _, code, _ = fenced("README.md", "python")
-    loop = "loss = model(torch.tensor([7, 10**15])).sum(); loss.backward(); optimizer.step()"
+    loop = "loss = model(batch).sum(); loss.backward(); optimizer.step()"
     before = """
 import torch
 from fleet import fleet
@@ -280,6 +280,7 @@ class WideDeep(torch.nn.Module):
     def forward(self, ids):
         return self.top(self.rows(ids))
 
+loader = [torch.tensor([7, 10**15])]
 """
     code = before + re.sub(r"\.\.\.  #.*", f"{loop}; fleet.print_table_stat(0)", code)
     code = code.replace(
