@@ -258,7 +258,7 @@ def test_a_stream_counts_a_batch_with_its_own_step(ahead: int, monkeypatch: pyte
         seen = []
         for ids in run.prefetch(stream):
             run.step(ids, ids)
-            positions = trainer.read_streams().positions()
+            positions = trainer.connection.read_streams().positions()
             assert positions is not None
             seen.append((int(ids[-1]), positions["ids"]["0"][1]))
         return seen
