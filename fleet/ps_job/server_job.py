@@ -178,16 +178,16 @@ class ServerJob:
         Raises:
             NotInitializedError: by the loop, before training was started.
         """
-        made: dict[Trainer, BatchRows] = {}
+        rows: BatchRows | None = None
 
         def connected() -> BatchRows | None:
+            nonlocal rows
             trainer = self.running() if self.trainer is None else self.connected
             if trainer is None:
                 return None
-            if trainer not in made:
-                modules = [module for part in trainer.plan.sparse for module in part.modules]
-                made[trainer] = BatchRows(modules, self._job.say if may_read_ahead else lambda line: None)
-            return made[trainer]
+            if rows is None:
+                rows = BatchRows(trainer.plan.modules, self._job.say if may_read_ahead else lambda line: None)
+            return rows
 
         def reads_ahead() -> bool:
             trainer = self.connected

@@ -17,7 +17,7 @@ from fleet.ps.embeddings.row_sums import picked, pooled
 COMBINERS = ("none", "sum", "mean")
 
 Keys = NDArray[np.int64]
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+WHOLE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # An odd factor keeps the ids of one slot apart modulo 2**64, and small ids apart across slots.
 _SLOT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _ALL_BITS = (1 << 64) - 1
@@ -108,7 +108,7 @@ def _taken_apart(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: 
         return _of_lists(ids, combiner, num_slots, offsets)
     flat = _flat(ids)
     if offsets is not None:
-        if not isinstance(offsets, Tensor) or offsets.dtype not in _WHOLE:
+        if not isinstance(offsets, Tensor) or offsets.dtype not in WHOLE_TYPES:
             kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
             raise _Unfit(f"offsets are {kind}; they must be a tensor of integers.")
         starts = _flat(offsets)
@@ -231,7 +231,7 @@ def _flat(ids: Tensor) -> Keys:
     if ids.dtype is torch.int64 and ids.is_cpu:
         usual: Keys = np.ascontiguousarray(ids.numpy()).reshape(-1)
         return usual
-    if ids.dtype not in _WHOLE and ids.dtype is not torch.uint64:
+    if ids.dtype not in WHOLE_TYPES and ids.dtype is not torch.uint64:
         raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
     same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()
     flat: Keys = np.ascontiguousarray(same_bits.to("cpu", torch.int64).numpy()).reshape(-1)

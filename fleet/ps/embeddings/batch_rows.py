@@ -24,13 +24,13 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
+from fleet.ps.embeddings.bags import WHOLE_TYPES
 from fleet.ps.embeddings.lookup import ExpectedRows, RowLookup, TrainedRows, expect_together
 
 _TRIES = 3  # batches in which the ids of a lookup are searched in vain
 _REFUSALS = 8  # requests in turn that were in vain: a barrier or a save makes two of them
 _DEPTH = 4  # of containers in a batch
-_WHOLE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64)
-_ID_TYPES = (*_WHOLE_TYPES, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ID_TYPES = (*WHOLE_TYPES, torch.uint64, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = 8  # bytes of such a number
 _END = object()
 
@@ -237,14 +237,13 @@ class BatchRows:
         self._batch: Any = None
         self._calls: dict[LooksUp, int] = defaultdict(int)
         self._has_trained = False  # from then on lookups without gradients belong to no batch of the loop
-        self._expected: list[_Requested] = []
-        self._leftover: list[_Requested] = []
+        self._requested: list[_Requested] = []  # of the batch at hand
         self._unheard: set[_Call] = set()  # calls of this batch whose rows were requested
         self._is_due = False
         self._is_running = False
         self._outer: BatchRows | None = None  # the loop in which this one runs
 
-    def request(self, batch: Any, is_next: bool) -> None:
+    def request(self, batch: Any, is_next: bool) -> list[_Requested]:
         """Requests the rows of ``batch``, for the next step while this one is computed, or for this step."""
         calls: list[_Call] = []
         asked = []
@@ -258,23 +257,21 @@ class BatchRows:
             except (IndexError, ConfigError):
                 continue  # the lookup says what is wrong, at the line of the model
             calls.append(call)
-        for call, expected in zip(calls, expect_together(asked, is_next), strict=True):
-            if expected is not None:
-                self._expected.append((call, expected))
+        found = zip(calls, expect_together(asked, is_next), strict=True)
+        return [(call, expected) for call, expected in found if expected is not None]
 
-    def begin(self, batch: Any, requested: int, *, requests: bool = False) -> None:
-        """Hears the lookups from here on: the loop works with ``batch``.
+    def begin(self, batch: Any, requested: list[_Requested] | None = None) -> None:
+        """Hears the lookups from here on: the loop works with ``batch``, and the rows of the last one are forgotten.
 
         Args:
             batch: of the loop.
-            requested: how many of the rows that were requested last belong to a later batch; what earlier batches left
-                is forgotten.
-            requests: the first lookup requests the rows of all, as the batch is then.
+            requested: what :meth:`request` has returned for it; by default its first lookup requests the rows of all,
+                as the batch is then.
         """
-        self._forget(self._leftover)
-        self._take(len(self._expected) - requested)
+        self.forget(self._requested)
+        self._take(requested or [])
         self._batch = batch
-        self._is_due = requests
+        self._is_due = requested is None
         self._calls.clear()
         for module in self._modules:
             outer = module.lookup.loop
@@ -283,24 +280,16 @@ class BatchRows:
                 module.lookup.loop = self
         self._is_running = True
 
-    def _take(self, count: int) -> None:
-        """Counts the first rows that are expected as those of the batch at hand."""
-        self._leftover = self._expected[:count]
-        self._expected = self._expected[count:]
-        self._unheard = {call for call, _ in self._leftover}
+    def _take(self, requested: list[_Requested]) -> None:
+        self._requested = requested
+        self._unheard = {call for call, _ in requested}
 
     def begin_lookup(self) -> None:
         """Requests the rows of the batch if they are due."""
         # An evaluation inside the loop is none of this batch's lookups.
         if self._is_due and (torch.is_grad_enabled() or not self._has_trained):
             self._is_due = False
-            self.request(self._batch, False)
-            self._take(len(self._expected))
-
-    @property
-    def num_expected(self) -> int:
-        """How many lookups of batches that did not begin are expected."""
-        return len(self._expected)
+            self._take(self.request(self._batch, False))
 
     def end(self) -> None:
         """Hears no lookups any more, and forgets what was requested."""
@@ -314,14 +303,14 @@ class BatchRows:
             if module.lookup.loop is self:
                 module.lookup.loop = self._outer
         self._outer = None
-        self._forget(self._leftover)
-        self._forget(self._expected)
+        self.forget(self._requested)
+        self._requested = []
 
     @staticmethod
-    def _forget(rows: list[_Requested]) -> None:
-        for (module, _), expected in rows:
+    def forget(requested: list[_Requested]) -> None:
+        """Forgets those of the requested rows that no lookup took."""
+        for (module, _), expected in requested:
             module.lookup.give_up(expected)
-        rows.clear()
 
     def end_lookup(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
         """Learns where the batch has the ids, unless their rows were expected."""
@@ -387,7 +376,7 @@ def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[An
     Not earlier: a save in between would hold rows of ids that nobody looked up, and the loop may change the batch.
     """
     while batch is not _END:
-        rows.begin(batch, 0, requests=True)
+        rows.begin(batch)
         yield batch
         batch = next(batches, _END)
 
@@ -395,24 +384,27 @@ def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[An
 def _ahead(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
     """Yields ``batch`` and the others, each when the rows of the one behind it were requested."""
     first = {path: tensor.clone() for path, tensor in _leaves(batch)}
-    while batch is not _END:
-        # An error of the loader belongs behind the batches that came before it.
-        failure = None
-        try:
-            following = next(batches, _END)
-        except Exception as error:
-            following = _END
-            failure = error
-        _check_unchanged(batch, first)
-        first = {}
-        before = rows.num_expected
-        if following is not _END:
-            rows.request(following, True)
-        rows.begin(batch, rows.num_expected - before)
-        yield batch
-        if failure is not None:
-            raise failure
-        batch = following
+    coming: list[_Requested] = []
+    try:
+        while batch is not _END:
+            # An error of the loader belongs behind the batches that came before it.
+            failure = None
+            try:
+                following = next(batches, _END)
+            except Exception as error:
+                following = _END
+                failure = error
+            _check_unchanged(batch, first)
+            first = {}
+            requested = coming
+            coming = [] if following is _END else rows.request(following, True)
+            rows.begin(batch, requested)
+            yield batch
+            if failure is not None:
+                raise failure
+            batch = following
+    finally:
+        rows.forget(coming)
 
 
 def _check_unchanged(batch: Any, values: Mapping[tuple[Any, ...], Tensor]) -> None:

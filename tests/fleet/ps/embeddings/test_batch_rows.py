@@ -77,8 +77,7 @@ def loop(batches: list[Any], reads: list[Any], **settings: Any) -> tuple[Servers
     rows = BatchRows(modules)
     found = []
     for batch in batches:
-        rows.begin(batch, 0)
-        rows.request(batch, False)
+        rows.begin(batch)
         found.append([module(read(batch)) for module, read in zip(modules, reads, strict=True)])
     rows.end()
     return servers, found
@@ -161,8 +160,7 @@ def test_rows_that_are_too_old_are_asked_for_again() -> None:
     rows = BatchRows([module])
     for seed in range(3):
         batch = ids(4, seed=seed)
-        rows.begin(batch, 0)
-        rows.request(batch, False)
+        rows.begin(batch)
         assert torch.equal(module(batch)[:, 0], batch.float())
     assert servers.lookups == [0] * 3
 
@@ -174,8 +172,7 @@ def test_nothing_stays_behind_after_the_loop() -> None:
     rows = BatchRows([module])
     for seed in range(5):
         batch = ids(4, seed=seed)
-        rows.begin(batch, 0)
-        rows.request(batch, False)
+        rows.begin(batch)
         if seed < 2:
             module(batch)
         assert len(module.lookup._expected) <= 2
