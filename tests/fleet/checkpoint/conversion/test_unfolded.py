@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -54,3 +55,10 @@ def test_the_limit_grows_with_the_file() -> None:
     assert most_of(0) > 0
     assert most_of(10**9) > 10**9
     check_unfolded(list(range(10**6)), 10**6, "x")
+
+
+def test_a_value_that_its_parent_names_many_times_is_measured_once() -> None:
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match="name the same values again and again"):
+        check_unfolded([list(range(3000))] * 3000, 20_000, "x")
+    assert time.process_time() - began < 2.0  # 12 s where each name is measured
