@@ -29,7 +29,8 @@ def wrap_backward(layer: Layer, name: str = "backward") -> Callable[[], None]:
         >>> stop()
     """
     patch = getattr(torch.autograd, name)
-    if not hasattr(patch, "_fleet_layers"):
+    # By identity: what somebody else has put around our patch may have its attributes, which functools.wraps copies.
+    if getattr(patch, "_fleet_patch", None) is not patch:
         patch = _patched(patch)
         setattr(torch.autograd, name, patch)
     layers: list[Layer] = patch._fleet_layers
@@ -56,6 +57,7 @@ def _patched(original: Callable[..., Any]) -> Any:
         return call(*args, **kwargs)
 
     patch._fleet_layers = layers  # type: ignore[attr-defined]
+    patch._fleet_patch = patch  # type: ignore[attr-defined]
     return patch
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def test_taken_off_in_any_order(first: int) -> None:
         seen.append(name)
         call(*args, **kwargs)
 
-    stops = {name: wrap_backward(partial(layer, name=name)) for name in ("amp", "mean")}
+    stops = {name: wrap_backward(functools.partial(layer, name=name)) for name in ("amp", "mean")}
     x = torch.tensor(3.0, requires_grad=True)
     (x * x).backward()
     assert seen == ["mean", "amp"]
@@ -66,3 +66,28 @@ def test_below_the_patch_of_another() -> None:
         torch.autograd.backward = original
     assert x.grad == 6.0
     assert not seen
+
+
+def test_the_patch_of_another_that_copies_our_attributes_stays() -> None:
+    original = torch.autograd.backward
+    stops = [watch_losses(lambda loss, gradient: None)]
+    calls: list[str] = []
+    ours = torch.autograd.backward
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> None:
+        calls.append("theirs")
+        ours(*args, **kwargs)
+
+    try:
+        torch.autograd.backward = theirs
+        stops.append(watch_losses(lambda loss, gradient: calls.append("ours")))
+        x = torch.tensor(3.0, requires_grad=True)
+        (x * x).backward()
+        for stop in stops:
+            stop()
+        assert torch.autograd.backward is theirs
+        (x * x).backward()
+    finally:
+        torch.autograd.backward = original
+    assert calls == ["ours", "theirs", "theirs"]
