@@ -157,7 +157,7 @@ def check_parallel(count: int, backend: str, start_method: str = "spawn") -> Non
 def _without_script() -> Iterator[None]:
     """Keeps new processes from running the user's script, which may call run_check() outside of any function."""
     main = sys.modules["__main__"].__dict__
-    kept = {name: main.get(name) for name in ("__file__", "__spec__")}
+    kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.update(dict.fromkeys(kept))
     try:
         yield

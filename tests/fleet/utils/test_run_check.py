@@ -171,3 +171,12 @@ def test_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "works well on 1 GPU." in printed[1]
     assert count == 1 or f"works well on {count} GPUs." in printed[2]
     assert "installed successfully." in printed[-1]
+
+
+def test_a_prompt_has_no_file_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fleet.spawn refuses functions of a prompt, which it knows by the file that is missing."""
+    main = sys.modules["__main__"]
+    monkeypatch.delattr(main, "__file__", raising=False)
+    with _run_check._without_script():
+        assert getattr(main, "__file__", None) is None
+    assert not hasattr(main, "__file__")
