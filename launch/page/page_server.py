@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.client
-import ipaddress
 import json
 import re
 import secrets
@@ -35,6 +34,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs
 
+from fleet.common.addresses import is_loopback
 from fleet.common.own_thread import OwnThread
 from fleet.common.plain_files import create
 from fleet.errors import LaunchError
@@ -51,7 +51,7 @@ _LIMIT_S = 15.0  # for a request to come, and for an answer to be taken
 _LAST_S = 1.0  # for the last changes to be sent
 _MOST_CALLERS = 64
 _MOST_HEAD_BYTES = 65_536
-_HOST = re.compile(r"(?:(?P<name>localhost)|(?P<four>[0-9.]+)|\[(?P<six>[0-9a-fA-F:.]+)\])(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:(localhost|[0-9.]+)|\[([0-9a-fA-F:.]+)\])(?::[0-9]{1,5})?")
 _PROCESS = re.compile(r"/process/([a-z_]+\.\d{1,9})")
 _FILES = {"/page.css": "text/css", "/page.js": "text/javascript"}
 _POLICY = (
@@ -339,14 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _is_here(host: str) -> bool:
     """Returns whether a Host header names this machine as a browser on it, or at the end of a tunnel, does."""
     found = _HOST.fullmatch(host)
-    if found is None:
-        return False
-    if found["name"]:
-        return True
-    try:
-        return ipaddress.ip_address(found["four"] or found["six"]).is_loopback
-    except ValueError:
-        return False
+    return found is not None and is_loopback(found[1] or found[2])
 
 
 def _is_same(given: str, secret: str) -> bool:
