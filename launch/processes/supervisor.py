@@ -94,6 +94,11 @@ class ProcessGroup:
         self._echoes: list[LogEcho] = []
         self.processes: list[Process] = []
 
+    @property
+    def log_starts(self) -> dict[int, int]:
+        """By process id, the size that its log had when the process started."""
+        return {process.pid: process.log_start_bytes for process in self.processes}
+
     def watch_with(self, watch: WorkerWatch) -> None:
         """Watches the processes that are started from now on with ``watch``."""
         self.watch = watch
@@ -296,7 +301,7 @@ class Supervisor:
             if not group.running():
                 return GroupResult(exit_code=0)
             ends = group.wait(None if watch is None else watch.period_s)
-            if "server" in roles:
+            if ends and "server" in roles:
                 self._say_who_left(group, ends)
             failures = [ended for ended in ends if ended.exit_code]
             # A worker that saved itself was asked to by the launcher of another node; the others are saving too.
@@ -310,7 +315,7 @@ class Supervisor:
 
     def _say_who_left(self, group: ProcessGroup, ends: Sequence[ProcessExit]) -> None:
         """Warns of a worker that ended well in the middle of the others' training: they may wait for it for minutes."""
-        starts = {process.pid: process.log_start_bytes for process in group.processes}
+        starts = group.log_starts
         others = [process.spec.index for process in group.running("worker")]
         for line in filter(None, (left_servers_line(ended, others, starts[ended.pid]) for ended in ends)):
             self.log.warning(line)
@@ -343,8 +348,7 @@ class Supervisor:
     @staticmethod
     def _replace(group: ProcessGroup, ended: ProcessExit) -> None:
         if group.watch is not None and group.watch.observer is not None:
-            starts = {process.pid: process.log_start_bytes for process in group.processes}
-            group.watch.observer.replaced(ended, starts[ended.pid])
+            group.watch.observer.replaced(ended, group.log_starts[ended.pid])
         # The echo of the first process goes on with the same log file.
         group.start(replace(ended.spec, echo=False))
 
@@ -434,7 +438,7 @@ class Supervisor:
 
     def _fail(self, group: ProcessGroup, failures: list[ProcessExit]) -> GroupResult:
         """Names the first failure, and stops the rest without the long grace."""
-        starts = {process.pid: process.log_start_bytes for process in group.processes}
+        starts = group.log_starts
         # The process that ended first may be a victim whose cause is still ending.
         self._settle(group, failures, starts)
         first = choose_first_failure(failures, starts)
