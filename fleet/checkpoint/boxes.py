@@ -20,7 +20,7 @@ from torch import Tensor
 from fleet.checkpoint.index import Piece
 from fleet.job.axes import COPY_AXES, Axes
 from fleet.strategies._shared.parameter_layout import Layout
-from fleet.strategies._shared.parts import is_part, local
+from fleet.strategies._shared.parts import chunk_of, is_part, local
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def _shard_offsets(tensor: Tensor) -> tuple[int, ...]:
         for mesh_dim, placement in enumerate(tensor.placements):
             if placement.is_shard():
                 dim = cast(Any, placement).dim
-                chunk = -(-sizes[dim] // tensor.device_mesh.size(mesh_dim))
-                begin = min(tensor.device_mesh.get_local_rank(mesh_dim) * chunk, sizes[dim])
-                offsets[dim] += begin
-                sizes[dim] = min(chunk, sizes[dim] - begin)
+                mesh = tensor.device_mesh
+                own = chunk_of(sizes[dim], mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+                offsets[dim] += own.start
+                sizes[dim] = own.stop - own.start
     return tuple(offsets)
 
 

@@ -33,6 +33,13 @@ def is_part(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def chunk_of(length: int, rank: int, degree: int) -> slice:
+    """Returns a worker's chunk of a dimension that is divided over ``degree`` workers: torch rounds the size up."""
+    size = -(-length // degree)
+    begin = min(rank * size, length)
+    return slice(begin, min(begin + size, length))
+
+
 def mark_gathered(parameter: nn.Parameter, part: nn.Parameter) -> None:
     """Marks ``parameter`` as gathered from ``part``."""
     parameter.__dict__["fleet_part"] = part

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fleet.errors import ConfigError
 from fleet.job.whereabouts import user_line
 from fleet.strategies._shared import through_host
-from fleet.strategies._shared.parts import part_like
+from fleet.strategies._shared.parts import chunk_of, part_like
 
 _divisors: dict[Any, float] = {}
 _aten = torch.ops.aten
@@ -319,8 +319,8 @@ def _is_part(part: DTensor) -> bool:
 def _begin(part: DTensor, dim: int) -> int:
     """Returns the first place of this worker's chunk in the divided dimension ``dim``."""
     mesh = part.device_mesh
-    chunk = -(-part.shape[dim] // mesh.size(mesh.ndim - 1))
-    return min(mesh.get_local_rank(mesh.ndim - 1) * chunk, part.shape[dim])
+    last = mesh.ndim - 1
+    return chunk_of(part.shape[dim], mesh.get_local_rank(last), mesh.size(last)).start  # type: ignore[no-any-return]
 
 
 def _refuse(name: str, *_: Any) -> Any:

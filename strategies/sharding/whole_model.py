@@ -34,7 +34,15 @@ from fleet.strategies._gradients.flat import broadcast_from_rank_0, chunks, gath
 from fleet.strategies._gradients.passes import fills_gradients, passes_of
 from fleet.strategies._gradients.reducer import overlapped_buckets
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper, loss_of, step_hooks_around
-from fleet.strategies._shared.parts import is_part, mark_gathered, mark_rows, optimizer_state_like, part_like, rows_of
+from fleet.strategies._shared.parts import (
+    chunk_of,
+    is_part,
+    mark_gathered,
+    mark_rows,
+    optimizer_state_like,
+    part_like,
+    rows_of,
+)
 from fleet.strategies._shared.waiting import wait_for
 from fleet.strategies.sharding.bucket_sizes import GATHERED_BYTES, IN_FLIGHT, LAST_BYTES
 from fleet.strategies.sharding.divided_model import Division
@@ -353,7 +361,10 @@ class RowsOptimizer(OptimizerWrapper):
         pairs = [(p, rows) for p in stepped if (rows := self._rows(p)) is not p]
         for p, rows in pairs:
             gradient: Any = part_like(p.grad, rows)  # a script may have put a whole one there
-            rows.grad = gradient.redistribute(placements=rows.placements)
+            # redistribute() costs Python also where nothing is to be done, which is nearly always.
+            if gradient.placements != rows.placements:
+                gradient = gradient.redistribute(placements=rows.placements)
+            rows.grad = gradient
             if p in self.state:
                 self.state[rows] = self._placed(self.state.pop(p), rows.device)
         rows_of_whole = dict(pairs)
@@ -470,9 +481,7 @@ class RowOwners:
 
     def own(self, whole: Tensor) -> Tensor:
         """Returns this worker's rows of ``whole``, in its memory."""
-        chunk = -(-whole.shape[0] // self.degree)
-        begin = min(self.rank * chunk, whole.shape[0])
-        return whole.detach()[begin : begin + chunk]
+        return whole.detach()[chunk_of(whole.shape[0], self.rank, self.degree)]
 
     def of(self, parameter: nn.Parameter) -> Any:
         """Returns this worker's rows of ``parameter`` as a DTensor, in the memory that the parameter has now."""
