@@ -50,7 +50,7 @@ OTHER_STATE = (
 def _mark_of(gradient: Tensor) -> tuple[int, int]:
     # Not its id: gradients that a strategy keeps are a new object at each look.
     own = local(gradient)
-    return own.data_ptr(), own._version
+    return (own._values() if own.is_sparse else own).data_ptr(), own._version
 
 
 class Sums(NamedTuple):
