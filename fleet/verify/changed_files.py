@@ -68,7 +68,7 @@ class ChangedFiles:
         def save(*args: Any, **kwargs: Any) -> Any:
             named = [kwargs[name] for name in ("f", "filename") if name in kwargs]
             self._heard("open", (named[0] if named else args[position] if len(args) > position else None, "w", _WRITES))
-            return original(*args, **kwargs)
+            return original(*args, **kwargs)  # hands on
 
         return save
 

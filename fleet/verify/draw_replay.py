@@ -168,7 +168,7 @@ class Draws:
         if name in PERMUTATIONS and not self._inside and get_worker_info() is None:
             draw = partial(self._permuted, name, draw)
         if not self.active or self._inside or get_worker_info() is not None:
-            return draw()
+            return draw()  # hands on
         self.look()
         try:
             return self._exchanged(name, draw, own=own)
@@ -180,12 +180,12 @@ class Draws:
         trains = torch.is_grad_enabled()
         label = name if trains else f"{name} without gradients"  # one worker alone may evaluate
         if not trains and self._counts[label] >= _MOST_WITHOUT_GRADIENTS:
-            return draw()
+            return draw()  # hands on
         again = torch._C._current_graph_task_id() != -1
         state = content(torch.get_rng_state()) if self.sources else ""
         self._inside = True
         try:
-            drawn = draw()
+            drawn = draw()  # hands on
         finally:
             self._inside = False
         value = tensor_of(drawn)
@@ -209,7 +209,7 @@ class Draws:
 
     def _permuted(self, name: str, draw: Callable[[], _Drawn]) -> _Drawn:
         """Returns what ``draw`` returns; a worker notes its line, also where a DataLoader draws it."""
-        drawn = draw()
+        drawn = draw()  # hands on
         value = tensor_of(drawn)
         if value is not None and value.ndim and not self.sources and self._permutations < _MOST_PERMUTATIONS:
             self._permutations += 1
@@ -292,8 +292,8 @@ def _outside_torch(draws: Draws, name: str, original: Callable[..., Any]) -> Cal
     @wraps(original)
     def drawn(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            return original(*args, **kwargs)
-        return draws.counted(name, lambda: original(*args, **kwargs), own=name.startswith("numpy"))
+            return original(*args, **kwargs)  # hands on
+        return draws.counted(name, lambda: original(*args, **kwargs), own=name.startswith("numpy"))  # hands on
 
     return drawn
 
@@ -305,8 +305,8 @@ def _picker(draws: Draws, name: str, original: Callable[..., Any]) -> Callable[.
     @wraps(original)
     def picked(population: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("counts") is not None or not hasattr(population, "__getitem__"):
-            return original(population, *args, **kwargs)
-        found = places(range(len(population)), *args, **kwargs)
+            return original(population, *args, **kwargs)  # hands on
+        found = places(range(len(population)), *args, **kwargs)  # hands on
         return [population[i] for i in found] if isinstance(found, list) else population[found]
 
     return picked
@@ -321,7 +321,7 @@ def _generators(draws: Draws, original: Callable[..., np.random.Generator]) -> C
 
     @wraps(original)
     def made(seed: Any = None) -> np.random.Generator:
-        found = original(seed)
+        found = original(seed)  # hands on
         return found if isinstance(found, kind) else kind(found.bit_generator)
 
     return made
@@ -330,7 +330,7 @@ def _generators(draws: Draws, original: Callable[..., np.random.Generator]) -> C
 def _maker(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
-        return draws.counted(name, lambda: original(*args, **kwargs), own=kwargs.get("generator") is None)
+        return draws.counted(name, lambda: original(*args, **kwargs), own=kwargs.get("generator") is None)  # hands on
 
     return drawn
 
@@ -339,7 +339,7 @@ def _filler(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callabl
     @wraps(original)
     def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = kwargs.get("generator") is None
-        found = draws.counted(name, lambda: original(self, *args, **kwargs), own=own)
+        found = draws.counted(name, lambda: original(self, *args, **kwargs), own=own)  # hands on
         if found is not self:
             with torch.no_grad():
                 self.copy_(found)
@@ -353,10 +353,10 @@ def _dropout(draws: Draws, spread: int, original: Callable[..., Tensor]) -> Call
     def dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         plain = not draws.active or not training or not 0 < p < 1 or not torch.is_grad_enabled()
         if plain or type(input) not in (Tensor, nn.Parameter) or (spread and input.ndim != spread + 2):
-            return original(input, p, training, inplace)
+            return original(input, p, training, inplace)  # hands on
         shape = [*input.shape[:2], *([1] * spread)] if spread else list(input.shape)
         noise = _mask(draws, input, shape, p)
-        return input.mul_(noise) if inplace else input * noise
+        return input.mul_(noise) if inplace else input * noise  # hands on
 
     return dropped
 
@@ -382,14 +382,14 @@ def _by_rows(draws: Draws, name: str, original: Callable[..., Tensor]) -> Callab
         idle = name in _INSIDE and (not given.get("training", False) or not 0 < given.get("p", 0.5) < 1)
         plain = not draws.active or not torch.is_grad_enabled() or rest or given.get("generator") is not None
         if plain or idle or type(input) not in (Tensor, nn.Parameter) or input.ndim > 8:
-            return original(*args, **kwargs)
+            return original(*args, **kwargs)  # hands on
         states = draws.counted(name, lambda: drawing_state(input, draws.copies), own=True)
         changed = {key: value for key, value in given.items() if key not in ("input", "inplace")}
         kept = input.clone() if given.get("inplace") else input  # the parts are saved for backward, and input changes
-        made = with_states(lambda part: original(part, **changed), kept, states) if draws.sources else None
+        made = with_states(lambda part: original(part, **changed), kept, states) if draws.sources else None  # hands on
         if made is None:
             draws.unequal += [name] if draws.sources else []
-            made = original(*args, **kwargs)
+            made = original(*args, **kwargs)  # hands on
         elif given.get("inplace"):
             made = input.copy_(made)
         draws.settle()
@@ -405,7 +405,7 @@ def _seed(draws: Draws, original: Callable[..., Any]) -> Callable[..., Any]:
     def seeded(*args: Any, **kwargs: Any) -> Any:
         draws.look()
         try:
-            return original(*args, **kwargs)
+            return original(*args, **kwargs)  # hands on
         finally:
             draws.settle()
 
@@ -418,17 +418,17 @@ def _attention(draws: Draws, original: Callable[..., Tensor]) -> Callable[..., T
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         p = given.get("dropout_p", 0.0)
         if not draws.active or not 0 < p < 1 or not torch.is_grad_enabled():
-            return original(query, key, value, *args, **kwargs)
+            return original(query, key, value, *args, **kwargs)  # hands on
         if given.get("enable_gqa"):
             key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
         scale = given.get("scale") or 1 / math.sqrt(query.shape[-1])
-        scores = query @ key.transpose(-2, -1) * scale
+        scores = query @ key.transpose(-2, -1) * scale  # hands on
         mask = given.get("attn_mask")
         if given.get("is_causal"):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask  # hands on
         weights = scores.softmax(-1)
-        return weights * _mask(draws, weights, list(weights.shape), p) @ value
+        return weights * _mask(draws, weights, list(weights.shape), p) @ value  # hands on
 
     return attended

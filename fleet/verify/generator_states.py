@@ -89,7 +89,7 @@ def watch_reseeding(tell: Callable[[str], None]) -> None:
         nonlocal given
         given = True
         told(reseeded=False)
-        return give_seed(*args, **kwargs)
+        return give_seed(*args, **kwargs)  # hands on
 
     @wraps(read)
     def state_read() -> torch.Tensor:

@@ -176,7 +176,7 @@ class ReplayedBatches:
         def taken(*args: Any, **kwargs: Any) -> Any:
             self._taking = True
             try:
-                return take(*args, **kwargs)
+                return take(*args, **kwargs)  # hands on
             finally:
                 self._taking = False
 
@@ -395,16 +395,16 @@ class _Loop:
         return self
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._inner)  # hands on
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self._inner, name)  # hands on
 
     def __next__(self) -> Any:
         self._batches.entered(True)
         before, self._batches.asking = self._batches.asking, self
         try:
-            batch = next(self._inner)
+            batch = next(self._inner)  # hands on
         except StopIteration:
             if self._late is None:
                 self._batches.ended(self._key, (self._round, self._n))
@@ -457,7 +457,7 @@ def install_batches(batches: ReplayedBatches) -> None:
 
     @wraps(build)
     def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        build(self, *args, **kwargs)  # hands on
         batches.key_of(self)
 
     def iterated(self: Any) -> Any:

@@ -279,7 +279,7 @@ class Recording:
                 losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor)]
                 self.current["losses"] += [float(t.detach()) for t in losses if t.numel() == 1]
                 self.current["nodes"] = _nodes(losses)
-            result = backward(tensors, *args, **kwargs)
+            result = backward(tensors, *args, **kwargs)  # hands on
             if not nested:
                 self.current["backwards"] += 1
                 self.current["back"] = self._gradients()
@@ -362,7 +362,7 @@ class Recording:
 
         def closed() -> Any:
             nonlocal noted
-            result = closure()
+            result = closure()  # hands on
             if not noted:  # others look along a line, and make no update
                 noted = True
                 self.before_update(optimizer)
@@ -434,7 +434,7 @@ class Recording:
         def run(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._inside_step += 1
             try:
-                result = step(optimizer, *args, **kwargs)
+                result = step(optimizer, *args, **kwargs)  # hands on
             finally:
                 self._inside_step -= 1
             if self._pending and not self._inside_step:

@@ -59,7 +59,7 @@ class AccelerateEngine(TrainingEngine):
     def _noted(self, build: Callable[..., None]) -> Callable[..., None]:
         @wraps(build)
         def built(made: Any, *args: Any, **kwargs: Any) -> None:
-            build(made, *args, **kwargs)
+            build(made, *args, **kwargs)  # hands on
             if made.enabled:
                 self._plan = ["localsgd"]
 
@@ -80,7 +80,7 @@ def _watched(listener: EngineListener, name: str, call: Callable[..., Any]) -> C
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
         with listener.collective(f"accelerator.{name}", (args[1:], kwargs)):
-            return call(*args, **kwargs)
+            return call(*args, **kwargs)  # hands on
 
     return called
 
@@ -95,7 +95,7 @@ def _sharding_on_cpu(states: ModuleType, listener: EngineListener) -> Callable[.
 
     @wraps(build)
     def built(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        build(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        build(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)  # hands on
         if fsdp_plugin is None or self.distributed_type != types.MULTI_CPU:
             return
         if fsdp_plugin.fsdp_version != 2:

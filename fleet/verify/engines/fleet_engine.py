@@ -117,7 +117,7 @@ def watch_rule_steps(listener: UpdateListener) -> None:
     @wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         listener.before_update(self)
-        result = step(self, *args, **kwargs)
+        result = step(self, *args, **kwargs)  # hands on
         listener.after_update(self)
         return result
 

@@ -48,12 +48,12 @@ class _WatchedLoader(Loader):
         self._change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
+        return self._inner.create_module(spec)  # hands on
 
     def exec_module(self, module: ModuleType) -> None:
         # importlib.resources and pkgutil ask the loader for files, which only the real one can give.
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
-        self._inner.exec_module(module)
+        self._inner.exec_module(module)  # hands on
         self._change(module)

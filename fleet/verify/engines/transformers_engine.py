@@ -38,7 +38,7 @@ class TransformersEngine(TrainingEngine):
         @wraps(train)
         def trained(*args: Any, **kwargs: Any) -> Any:
             self._trains = True
-            return train(*args, **kwargs)
+            return train(*args, **kwargs)  # hands on
 
         return trained
 

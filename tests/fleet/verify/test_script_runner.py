@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.functional import batch_norm
 
 from fleet.verify import script_runner
-from fleet.verify.draw_replay import Draws, _maker
+from fleet.verify.draw_replay import Draws, _attention, _dropout, _maker
 from fleet.verify.loader_replay import ReplayedBatches
 from fleet.verify.record_files import RecordFile, read_record
 from fleet.verify.run_recording import Recording
@@ -50,6 +51,12 @@ SCRIPTS = {
     ),
     "script": "recording.before_updates(None)\n",
     "script, in a call that verify hands on": "draw(5, 2, (3,))\n",
+    "script, in dropout of a leaf in place": (
+        "import torch\ndrop(torch.ones(4, requires_grad=True), 0.5, True, True)\n"
+    ),
+    "script, in attention to values of another length": (
+        "import torch\none = torch.ones(1, 1, 3, 2)\nattend(one, one, torch.ones(1, 1, 4, 2), dropout_p=0.5)\n"
+    ),
     "script, in its text": "def\n",
 }
 
@@ -64,7 +71,14 @@ def test_an_error_of_verify_is_no_error_of_the_script(
     draws = Draws(tmp_path)
     recording = Recording(record, ReplayedBatches(record, lambda entered: None), draws, 2, {})
     monkeypatch.setattr(builtins, "recording", recording, raising=False)
-    monkeypatch.setattr(builtins, "draw", _maker(draws, "randint", torch.randint), raising=False)
+    draws.active = True
+    given = {
+        "draw": _maker(draws, "randint", torch.randint),
+        "drop": _dropout(draws, 0, functional.dropout),
+        "attend": _attention(draws, functional.scaled_dot_product_attention),
+    }
+    for name, call in given.items():
+        monkeypatch.setattr(builtins, name, call, raising=False)
     script = tmp_path / "train.py"
     script.write_text(SCRIPTS[whose], encoding="utf-8")
     how, error, _ = _run_script({"script": str(script), "arguments": [], "text": ""})
