@@ -33,7 +33,18 @@ from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client_config import ClientConfig
 from fleet.ps.client.connecting import wait_for_servers
 from fleet.ps.client.link import Link, Request
-from fleet.ps.client.shards import Gradient, Keys, Rows, TableMap, Take, Target, body_of_specs, rows_of_answer
+from fleet.ps.client.shards import (
+    Gradient,
+    Keys,
+    Rows,
+    TableMap,
+    Take,
+    Target,
+    body_of_specs,
+    rows_of_answer,
+    shares_of_change,
+    shares_of_pull,
+)
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.wire.messages import (
@@ -298,12 +309,8 @@ class Client:
         flags |= MessageFlag.NONE if wait_for_others else MessageFlag.NO_WAIT
         flags |= self._half
         ticket = Ticket()
-        shares: list[list[tuple[TablePart, Target]]] = [[] for _ in self._links]
-        for table_id, ids in wanted.items():
-            given = None if out is None else out.get(table_id)
-            ticket.result[table_id], questions = self._table(table_id).questions(ids, given)
-            for share, question in zip(shares, questions, strict=True):
-                share += question
+        asked = [(self._table(key), ids, None if out is None else out.get(key)) for key, ids in wanted.items()]
+        ticket.result, shares = shares_of_pull(asked, len(self._links))
         for link, share in zip(self._links, shares, strict=True):
             if share:
                 parts = [part for part, _ in share]
@@ -535,11 +542,8 @@ class Client:
     ) -> Ticket:
         tail = [] if positions is None else [positions_tail(positions)]
         flags |= MessageFlag.POSITIONS if tail else MessageFlag.NONE
-        shares: list[list[TablePart]] = [[] for _ in self._links]
-        for table_id, value in values.items():
-            for share, part in zip(shares, self._table(table_id).change_parts(value), strict=True):
-                if part.n:
-                    share.append(part)
+        given = [(self._table(table_id), value) for table_id, value in values.items()]
+        shares = shares_of_change(given, len(self._links))
         form = "float32" if op is Op.SET_DENSE else self.config.wire
         bfloat16 = form != "float32"
         flags |= MessageFlag.BFLOAT16 if bfloat16 else MessageFlag.NONE

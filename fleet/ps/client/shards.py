@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,17 @@ from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.partition import plan_dense_blocks, servers_of_keys
 from fleet.ps.table.table_spec import spec_of_config
-from fleet.ps.wire.messages import Buffer, Header, MessageError, MessageFlag, TablePart, control_body, decode_parts
+from fleet.ps.wire.messages import (
+    Buffer,
+    Header,
+    Members,
+    MessageError,
+    MessageFlag,
+    TablePart,
+    control_body,
+    decode_parts,
+    join_parts,
+)
 from fleet.ps.wire.row_form import wide_parts
 
 Keys = NDArray[np.int64]
@@ -30,7 +40,8 @@ class Take(Protocol):
         """Takes ``values``."""
 
 
-Target = Rows | tuple[Rows, NDArray[np.intp] | slice] | Callable[[Rows], None]
+Places = NDArray[np.intp] | slice
+Target = Rows | tuple[Rows, Places] | Callable[[Rows], None]
 
 
 @dataclass(slots=True)
@@ -91,7 +102,7 @@ class TableMap:
             return {**spec_of_config(replace(self.config, size=stop - start)), **share}
         return {**spec_of_config(self.config), "routing": self.routing, "num_servers": self.num_servers}
 
-    def split(self, ids: Keys) -> list[NDArray[np.intp] | slice]:
+    def split(self, ids: Keys) -> list[Places]:
         """Returns, per server, the places of its ids in ``ids``."""
         if self.num_servers == 1:
             return [slice(None)]
@@ -125,49 +136,39 @@ class TableMap:
             parts.append(TablePart(self.table_id, stop - start, 1, rows=rows))
         return parts
 
-    def questions(self, ids: Keys | None, out: Rows | Take | None) -> tuple[Any, list[list[tuple[TablePart, Target]]]]:
-        """Returns where the answer to a pull goes, and per server the questions and the places of their answers.
+    def dense_questions(self, out: Rows | Take | None) -> tuple[Any, list[tuple[TablePart, Target]]]:
+        """Returns where the values of a dense table go, and per server the question and the place of its answer.
 
         Args:
-            ids: int64; ``None`` for a dense table.
-            out: the array for the answer, a new one by default; of a dense table, or what takes it.
+            out: the array for the values, a new one by default; or what takes them.
         """
-        if ids is None:
-            if not isinstance(self.config, DenseTableConfig):
-                raise ConfigError(f"table {self.table_id} is sparse; pull takes the ids.")
-            if callable(out):
-                asked = zip(self.dense_parts(None), self.blocks, strict=True)
-                return out, [[(part, partial(out, start=start))] for part, (start, _) in asked]
-            values = np.empty(self.config.size, np.float32) if out is None else self.check_values(out)
-            blocks = zip(self.dense_parts(None), self.blocks, strict=True)
-            return values, [[(part, values[start:stop].reshape(-1, 1))] for part, (start, stop) in blocks]
-        ids = self.check_ids(ids)
+        if not isinstance(self.config, DenseTableConfig):
+            raise ConfigError(f"table {self.table_id} is sparse; pull takes the ids.")
+        asked = zip(self.dense_parts(None), self.blocks, strict=True)
         if callable(out):
-            raise ConfigError(f"table {self.table_id} is sparse; out takes an array.")
-        rows = np.empty((len(ids), self.dim), np.float32) if out is None else out
-        if rows.dtype != np.float32 or rows.shape != (len(ids), self.dim):
-            raise ConfigError(
-                f"table {self.table_id}: out is {rows.dtype} {rows.shape}; it must be float32 {(len(ids), self.dim)}."
-            )
-        questions: list[list[tuple[TablePart, Target]]] = []
-        for places in self.split(ids):
-            own = np.ascontiguousarray(ids[places])
-            is_asked = len(own) or self.num_servers == 1
-            questions.append([(TablePart(self.table_id, len(own), self.dim, own), (rows, places))] if is_asked else [])
-        return rows, questions
+            return out, [(part, partial(out, start=start)) for part, (start, _) in asked]
+        values = np.empty(self.config.size, np.float32) if out is None else self.check_values(out)
+        return values, [(part, values[start:stop].reshape(-1, 1)) for part, (start, stop) in asked]
 
-    def change_parts(self, value: Gradient | Rows) -> list[TablePart]:
-        """Returns the part of each server for a change; raises ``ConfigError`` for that of another kind of table."""
-        if isinstance(value, Gradient):
-            return self.gradient_parts(value)
-        if not self.dense:
-            raise ConfigError(f"table {self.table_id} is sparse; it takes a Gradient, received {type(value).__name__}.")
-        return self.dense_parts(self.check_values(value))
+    def question(self, ids: Keys, out: Rows | Take | None = None) -> TablePart:
+        """Returns the question for rows; raises ``ConfigError`` unless ids and ``out`` fit the table."""
+        ids = self.check_ids(ids)
+        if out is not None:
+            if callable(out):
+                raise ConfigError(f"table {self.table_id} is sparse; out takes an array.")
+            if out.dtype != np.float32 or out.shape != (len(ids), self.dim):
+                raise ConfigError(
+                    f"table {self.table_id}: out is {out.dtype} {out.shape}; it must be float32 {(len(ids), self.dim)}."
+                )
+        return TablePart(self.table_id, len(ids), self.dim, ids)
 
-    def gradient_parts(self, gradient: Gradient) -> list[TablePart]:
-        """Returns the part of each server for a push or an addition."""
+    def gradient_part(self, gradient: Gradient | Rows) -> TablePart:
+        """Returns what a push or an addition carries; raises ``ConfigError`` unless it is a sparse table's."""
+        if self.dense or not isinstance(gradient, Gradient):
+            kind = "dense; it takes an array" if self.dense else "sparse; it takes a Gradient"
+            raise ConfigError(f"table {self.table_id} is {kind}, received {type(gradient).__name__}.")
         ids = self.check_ids(gradient.ids)
-        n = len(gradient.ids)
+        n = len(ids)
         wanted = {
             "rows": (gradient.rows, np.float32, (n, self.push_dim)),
             "shows": (gradient.shows, np.float32, (n,)),
@@ -181,15 +182,94 @@ class TableMap:
                 raise ConfigError(
                     f"table {self.table_id}: {name} are {_kind(array)}; they must be {np.dtype(dtype)} {shape}."
                 )
-        parts = []
-        for places in self.split(ids):
-            picked = {
-                name: None if array is None else np.ascontiguousarray(array[places])
-                for name, (array, _, _) in wanted.items()
-            }
-            own = np.ascontiguousarray(ids[places])
-            parts.append(TablePart(self.table_id, len(own), self.push_dim, own, **picked))  # type: ignore[arg-type]
-        return parts
+        arrays = {
+            name: None if array is None else np.ascontiguousarray(array) for name, (array, _, _) in wanted.items()
+        }
+        return TablePart(self.table_id, n, self.push_dim, ids, **arrays)  # type: ignore[arg-type]
+
+
+def joined(parts: Iterable[tuple[TableMap, TablePart]]) -> list[tuple[TableMap, TablePart]]:
+    """Returns sparse parts with those of one width, routing and set of fields as one part, beside one of its tables."""
+    alike: dict[tuple[object, ...], tuple[TableMap, list[TablePart]]] = {}
+    for table, part in parts:
+        fields = (part.rows is None, part.shows is None, part.clicks is None, part.slots is None)
+        kind = (table.dim, table.push_dim, table.keeps_shows, table.routing, *fields)
+        alike.setdefault(kind, (table, []))[1].append(part)
+    return [(table, join_parts(some)) for table, some in alike.values()]
+
+
+def split(table: TableMap, part: TablePart) -> list[tuple[TablePart, Places]]:
+    """Returns the share of each server in a sparse part, and the places of its rows there; ``table`` is one of its."""
+    assert part.ids is not None
+    return [(part if isinstance(places, slice) else _share(part, places), places) for places in table.split(part.ids)]
+
+
+def _share(part: TablePart, places: NDArray[np.intp]) -> TablePart:
+    share = part.picked(part.table_id, places)
+    if part.members is not None:
+        # The places are in order, so the share has its tables in the order of the part.
+        counts = np.diff(np.searchsorted(places, part.members.ends), prepend=0)
+        tables = tuple(one for one, count in zip(part.members.tables, counts.tolist(), strict=True) if count)
+        share.table_id = tables[0] if tables else part.table_id
+        share.members = Members(tables, np.cumsum(counts[counts > 0])) if len(tables) > 1 else None
+    return share
+
+
+def shares_of_pull(
+    asked: Iterable[tuple[TableMap, Keys | None, Rows | Take | None]], num_servers: int
+) -> tuple[dict[int, Any], list[list[tuple[TablePart, Target]]]]:
+    """Returns the results of a pull by table, and per server the questions and the places of their answers.
+
+    Args:
+        asked: a table, its ids (``None`` for a dense one), and an array for the result or what takes dense values.
+        num_servers: that share the tables.
+    """
+    results: dict[int, Any] = {}
+    shares: list[list[tuple[TablePart, Target]]] = [[] for _ in range(num_servers)]
+    wanted: list[tuple[TableMap, TablePart]] = []
+    for table, ids, out in asked:
+        if ids is None:
+            results[table.table_id], questions = table.dense_questions(out)
+            for share, question in zip(shares, questions, strict=True):
+                share.append(question)
+            continue
+        part = table.question(ids, out)
+        if out is None:
+            wanted.append((table, part))
+        else:
+            results[table.table_id] = out
+            _ask(shares, table, part, out)
+    for table, part in joined(wanted):
+        # The results are views of one array, so the answer for all tables is copied once.
+        rows = np.empty((part.n, part.dim), np.float32)
+        ends = [part.n] if part.members is None else part.members.ends.tolist()
+        for table_id, start, end in zip(part.table_ids, [0, *ends], ends, strict=False):
+            results[table_id] = rows[start:end]
+        _ask(shares, table, part, rows)
+    return results, shares
+
+
+def _ask(shares: list[list[tuple[TablePart, Target]]], table: TableMap, part: TablePart, rows: Any) -> None:
+    for share, (own, places) in zip(shares, split(table, part), strict=True):
+        # A single server is asked for no row, too: its answer says which step it has reached.
+        if own.n or len(shares) == 1:
+            share.append((own, (rows, places)))
+
+
+def shares_of_change(values: Iterable[tuple[TableMap, Gradient | Rows]], num_servers: int) -> list[list[TablePart]]:
+    """Returns per server what a push, an addition or a setting of ``values`` carries, dense tables first."""
+    shares: list[list[TablePart]] = [[] for _ in range(num_servers)]
+    sparse: list[tuple[TableMap, TablePart]] = []
+    for table, value in values:
+        if isinstance(value, Gradient) or not table.dense:
+            sparse.append((table, table.gradient_part(value)))
+            continue
+        for share, part in zip(shares, table.dense_parts(table.check_values(value)), strict=True):
+            share.append(part)
+    for table, whole in joined((table, part) for table, part in sparse if part.n):
+        for share, (part, _) in zip(shares, split(table, whole), strict=True):
+            share.append(part)
+    return [[part for part in share if part.n] for share in shares]
 
 
 def body_of_specs(specs: Mapping[str, dict[str, Any]]) -> bytes:

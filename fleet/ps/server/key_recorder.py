@@ -94,6 +94,11 @@ class KeyRecorder:
         for kept in (self._pending, self._held, self._numbers):
             kept.pop(place, None)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody watches a table."""
+        return bool(self._watched)
+
     def watching(self, table_id: int) -> list[int]:
         """Returns who watches a table."""
         return [reader for reader, watched in self._watched if watched == table_id]

@@ -27,6 +27,7 @@ from fleet.ps.wire.messages import (
     control_body,
     decode_control,
     decode_parts,
+    each_table,
     encode_parts,
 )
 from fleet.ps.wire.row_form import to_bfloat16
@@ -253,7 +254,7 @@ class Operations:
         self, peer: ConnectedWorker, worker: Worker, header: Header, parts: list[TablePart], beat: Beat
     ) -> tuple[int | None, list[TablePart]]:
         """Waits until the step of a request may see the tables; returns the step they hold, and the rows of parts."""
-        tables = [self.state.table(part.table_id) for part in parts]
+        tables = [self.state.served(part) for part in parts]
         # All parts are checked before the first one is pulled, because a pull may create rows.
         shapes = []
         for part, table in zip(parts, tables, strict=True):
@@ -303,13 +304,13 @@ class Operations:
         return slowest is None or slowest >= step - self._config.staleness
 
     def _geo_pull(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        asked = decode_parts(body, header.n_tables)
+        asked = each_table(decode_parts(body, header.n_tables))
         return self._rows_answer(
             added_rows(self.state, worker.rank, header.seq, asked, self._config.max_body_bytes), header
         )
 
     def _watch(self, peer: ConnectedWorker, worker: Worker, header: Header, body: memoryview, beat: Beat) -> Answer:
-        asked = decode_parts(body, header.n_tables)
+        asked = each_table(decode_parts(body, header.n_tables))
         lacks, rows = watched_rows(self.state, worker.rank, header.seq, asked, self._config.max_body_bytes)
         answer = self._rows_answer(rows, header)
         answer.step = int(lacks)

@@ -38,6 +38,7 @@ from fleet.ps.wire.messages import (
     control_body,
     decode_control,
     decode_parts,
+    each_table,
     encode_parts,
 )
 from fleet.ps.wire.row_form import check_wire, to_bfloat16, to_int8
@@ -172,7 +173,7 @@ class ReaderRequests:
         }
 
     def _pull(self, source: Readable, peer: ConnectedWorker, header: Header, body: memoryview) -> Answer:
-        state, parts = source.state, decode_parts(body, header.n_tables)
+        state, parts = source.state, each_table(decode_parts(body, header.n_tables))
         size = sum(part.n * (16 + 4 * part.dim) for part in parts)
         if size > self._config.max_body_bytes:
             raise Refused(f"a lookup of {size} bytes; at most {self._config.max_body_bytes} are allowed.")

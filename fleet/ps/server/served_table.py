@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -20,12 +19,13 @@ from fleet.errors import CheckpointError, ConfigError, PSError
 from fleet.ps.files.chunks import END_BYTES, read_chunks, read_end, write_chunk, write_end
 from fleet.ps.files.row_file import encode_block, open_plain, read_block
 from fleet.ps.server.job_state import Refused
+from fleet.ps.server.mean_parts import MeanPart, merge_parts
 from fleet.ps.table.dense_table import DenseTable, DenseTableConfig
-from fleet.ps.table.ids import sum_by_key
 from fleet.ps.table.kernels.numba_cache import naming_the_cause
 from fleet.ps.table.sparse_table import SparseTable
+from fleet.ps.table.table_group import TableGroup
 from fleet.ps.table.table_spec import config_of_spec
-from fleet.ps.wire.messages import TablePart
+from fleet.ps.wire.messages import TablePart, each_table
 
 Table = TypeVar("Table", bound=SparseTable | DenseTable)
 ServedTable: TypeAlias = "ServedSparse | ServedDense"
@@ -70,70 +70,13 @@ class Stamps:
 def missing_parts(parts: Sequence[TablePart], stamps: Mapping[int, Stamps], lsn: int) -> list[TablePart]:
     """Returns the rows of ``parts`` that do not hold record ``lsn`` yet."""
     missing = []
-    for part in parts:
+    for part in parts if not stamps else each_table(parts):
         known = stamps.get(part.table_id)
         if known is None or lsn > known.latest:
             missing.append(part)
         elif part.ids is not None and (keep := known.newer(part.ids, lsn)) is not None:
-            places = np.flatnonzero(keep)
-            missing.append(
-                TablePart(
-                    part.table_id,
-                    len(places),
-                    part.dim,
-                    part.ids[places],
-                    None if part.rows is None else part.rows[places],
-                    None if part.shows is None else part.shows[places],
-                    None if part.clicks is None else part.clicks[places],
-                    None if part.slots is None else part.slots[places],
-                )
-            )
+            missing.append(part.picked(part.table_id, np.flatnonzero(keep)))
     return missing
-
-
-@dataclass(slots=True)
-class MeanPart(TablePart):
-    """The mean of dense parts, which has no rows: the table makes it while it applies it."""
-
-    gradients: Sequence[NDArray[np.float32]] = ()
-    divisor: int = 1
-
-
-def merge_parts(parts: Sequence[TablePart], divisor: int, with_shows: bool = False) -> TablePart:
-    """Returns the mean of one part per worker, of dense ones a :class:`MeanPart`; one without an id counts as zero.
-
-    The float32 sums run in the order of ``parts``, so the result depends only on that order.
-
-    Args:
-        parts: of one table, all sparse or all dense; rows are float32.
-        divisor: the number of workers; the sum of the rows is divided by it.
-        with_shows: the table keeps statistics: shows (1 where absent) and clicks are summed, not averaged, as one
-            process would count them for the whole batch.
-    """
-    first = parts[0]
-    if first.ids is None:
-        every = [part.rows.reshape(-1) for part in parts if part.rows is not None]
-        return MeanPart(first.table_id, first.n, 1, gradients=every, divisor=divisor)
-    ids = np.concatenate([part.ids for part in parts if part.ids is not None])
-    keys, rows, inverse = sum_by_key(ids, np.concatenate([part.rows for part in parts if part.rows is not None]))
-    with_shows = with_shows or any(part.shows is not None or part.clicks is not None for part in parts)
-    shows, clicks = np.zeros((2, len(keys) if with_shows else 0), np.float32)
-    slots = np.zeros(len(keys), np.uint32) if any(part.slots is not None for part in parts) else None
-    start = 0
-    for part in parts if with_shows or slots is not None else ():
-        places = inverse[start : start + part.n]
-        start += part.n
-        if with_shows:
-            # Not shows[places] += ...: an id that occurs twice in a part would count once.
-            np.add.at(shows, places, np.float32(1) if part.shows is None else part.shows)
-            if part.clicks is not None:
-                np.add.at(clicks, places, part.clicks)
-        if slots is not None and part.slots is not None:
-            slots[places] = part.slots
-    rows /= np.float32(divisor)
-    if not with_shows:
-        return TablePart(first.table_id, len(keys), first.dim, keys, rows, slots=slots)
-    return TablePart(first.table_id, len(keys), first.dim, keys, rows, shows, clicks, slots)
 
 
 def make_served_table(spec: Mapping[str, Any], folder: Path | None = None) -> ServedTable:
@@ -169,14 +112,23 @@ class _Served(Generic[Table]):
 class ServedSparse(_Served[SparseTable]):
     """A :class:`SparseTable` behind the server."""
 
+    group_of = TableGroup  # serves several such tables at once
+
     def __init__(self, table: SparseTable) -> None:
         super().__init__(table)
         self.day: str | None = None  # the last day that advance_day named
         self.keeps_shows = table.config.accessor is not None
+        self.is_limited = table.config.bounds is not None
         self.evicted = 0
 
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""
+        self.check_form(part, change)
+        if change:
+            self.make_room(part.n)
+
+    def check_form(self, part: TablePart, change: bool) -> None:
+        """Raises :class:`Refused` when ``part`` has other fields, or rows of another width, than the table."""
         dim = self.table.layout.num_weights if change else self.table.config.dim
         name = self.table.config.name
         if part.ids is None:
@@ -185,13 +137,16 @@ class ServedSparse(_Served[SparseTable]):
             raise Refused(f"table {name!r} takes rows of dim {dim}; the message has {part.dim}.")
         if change and part.rows is None:
             raise Refused(f"table {name!r}: the message has ids and no rows.")
-        # Before the journal has the change: where the disk is full, the change is refused while nothing has happened
-        # yet.
-        if change:
-            try:
-                self.table.make_room(part.n)
-            except PSError as error:
-                raise Refused(str(error)) from None
+
+    def make_room(self, num_rows: int) -> None:
+        """Raises :class:`Refused` when ``num_rows`` more rows have no room on the disk.
+
+        So it is before the journal has the change: it is refused while nothing has happened yet.
+        """
+        try:
+            self.table.make_room(num_rows)
+        except PSError as error:
+            raise Refused(str(error)) from None
 
     def pull_shape(self, part: TablePart) -> tuple[int, int]:
         """Returns the shape of the rows that a pull of ``part`` gives."""
@@ -284,6 +239,7 @@ class ServedDense(_Served[DenseTable]):
     """A :class:`DenseTable` behind the server."""
 
     keeps_shows = False
+    is_limited = False
 
     def check(self, part: TablePart, change: bool) -> None:
         """Raises :class:`Refused` when ``part`` does not fit the table."""

@@ -40,10 +40,24 @@ from fleet.ps.server.job_state import Held, JobState, Refused, Worker
 from fleet.ps.server.journal import Journal, Record, RecordKind
 from fleet.ps.server.key_recorder import GONE, TOUCHED, Keys
 from fleet.ps.server.late_answers import LateAnswers
-from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, merge_parts, missing_parts
+from fleet.ps.server.mean_parts import merge_parts, parts_alike
+from fleet.ps.server.served_group import ServedGroup, ServedGroups
+from fleet.ps.server.served_table import ServedSparse, ServedTable, Stamps, missing_parts
 from fleet.ps.server.stream_points import refuse_overtaken
 from fleet.ps.table.table_spec import check_spec
-from fleet.ps.wire.messages import Buffer, Header, MessageFlag, Op, Status, TablePart, decode_parts, encode_parts
+from fleet.ps.wire.messages import (
+    Buffer,
+    Header,
+    MessageFlag,
+    Op,
+    Status,
+    TablePart,
+    decode_parts,
+    each_table,
+    encode_parts,
+    rows_of,
+    tables_of,
+)
 from fleet.ps.wire.positions import Positions, split_positions
 from fleet.ps.wire.row_form import wide_parts
 
@@ -67,6 +81,7 @@ class ServerState:
         self.journal = journal
         self.sync = sync
         self.tables: dict[int, ServedTable] = {}
+        self._groups = ServedGroups(self.tables)
         self.snapshots = threading.Lock()
         self.saving = threading.Lock()  # one save or load at a time
         # Why a load could not be made, by its id and whether this is what its check found; "": nothing is wrong.
@@ -124,10 +139,19 @@ class ServerState:
 
     def table(self, table_id: int) -> ServedTable:
         """Returns the table; raises :class:`Refused` if it does not exist."""
-        try:
-            return self.tables[table_id]
-        except KeyError:
-            raise Refused(f"table {table_id} does not exist; known are {sorted(self.tables)}.") from None
+        return self._served_now().table(table_id)
+
+    def served(self, part: TablePart) -> ServedTable | ServedGroup:
+        """Returns the table of a part, or the group of its tables; raises :class:`Refused` if there is none."""
+        return self._served_now().find(part)
+
+    def _served_now(self) -> ServedGroups:
+        # Groups are those of one set of tables: a table that takes the place of another has none yet.
+        tables = self.tables
+        groups = self._groups
+        if groups.tables is not tables:
+            groups = self._groups = ServedGroups(tables)
+        return groups
 
     @contextmanager
     def _held(self, table_ids: Sequence[int]) -> Iterator[None]:
@@ -187,7 +211,7 @@ class ServerState:
         own = parts_of(body, header.flags)[0]
         parts = decode_parts(own, header.n_tables, bool(header.flags & MessageFlag.BFLOAT16))
         for part in parts:
-            self.table(part.table_id).check(part, change=True)
+            self.served(part).check(part, change=True)
             if header.op is Op.SET_DENSE and part.ids is not None:
                 raise Refused(f"table {part.table_id} is sparse; values are set in dense tables only.")
         return wide_parts(parts)
@@ -206,7 +230,7 @@ class ServerState:
             int(header.flags & (MessageFlag.BFLOAT16 | MessageFlag.NO_CLOCK | MessageFlag.POSITIONS)),
             body,
         )
-        with self._held([part.table_id for part in parts]):
+        with self._held(tables_of(parts)):
             with self.job.changed:
                 self._refuse_overtaken(record, worker)
                 lsn = self.journal.append(record)
@@ -214,22 +238,22 @@ class ServerState:
                 # Read under the lock, so that a worker that asks while the rows change is noticed below.
                 takes = self.job.recorder.takes
             try:
-                self._apply(record.kind, [part for part in parts if part.table_id in fresh], lsn)
-                self._evict([part.table_id for part in parts])
+                self._apply(record.kind, rows_of(parts, fresh), lsn)
+                self._evict(tables_of(parts))
             except BaseException as error:
                 self._fail(error)
                 raise
         with self.job.changed:
             if self.job.recorder.takes != takes:  # a worker may have been told of these rows and read them before
-                for part in parts:
-                    if part.ids is not None and part.table_id in fresh:
+                for part in each_table(rows_of(parts, fresh)):
+                    if part.ids is not None:
                         self._note_for_workers(part.table_id, part.ids.copy(), _adder(record))
             self.job.changed.notify_all()
         return Status.OK if fresh or not parts else Status.DUPLICATE
 
     def _note(self, record: Record, worker: Worker, parts: list[TablePart], lsn: int) -> set[int]:
         """Notes a change and returns the tables it is new for; the caller holds the journal's lock."""
-        ids = [part.table_id for part in parts]
+        ids = tables_of(parts)
         step = record.step if record.kind != RecordKind.SET_DENSE else 0
         fresh = self.job.fresh_tables(worker, step, ids)
         worker.channel(record.channel).note(lsn, record.seq)
@@ -238,9 +262,10 @@ class ServerState:
         if not record.flags & MessageFlag.NO_CLOCK:
             worker.clock = max(worker.clock, step)
         self._note_positions(record, worker, fresh)
-        for part in parts:
-            if part.ids is not None and part.table_id in fresh:
-                self._note_changed(record, part.table_id, part.ids)
+        if self.job.published.on or _adder(record) is not None or self.job.recorder.is_watched:
+            for part in each_table(rows_of(parts, fresh)):
+                if part.ids is not None:
+                    self._note_changed(record, part.table_id, part.ids)
         self.counts["duplicates"] += len(ids) - len(fresh)
         return fresh
 
@@ -272,7 +297,7 @@ class ServerState:
 
     def _apply(self, kind: int, parts: Sequence[TablePart], lsn: int) -> None:
         for part in parts:
-            table = self.tables[part.table_id]
+            table = self.served(part)
             if kind == RecordKind.PUSH:
                 table.push(part, lsn)
             elif kind == RecordKind.ADD:
@@ -288,6 +313,8 @@ class ServerState:
         A journal that takes no record leaves the rows: it takes no push either, and the next one evicts them.
         """
         for table_id in table_ids:
+            if not self.tables[table_id].is_limited:
+                continue
             keys = self.tables[table_id].victims()
             if len(keys):
                 parts = [TablePart(table_id, len(keys), 1, keys)]
@@ -362,7 +389,7 @@ class ServerState:
                 # Without the job's lock, because large gradients take a while; ``_applying`` keeps the held gradients
                 # in place.
                 merged = self._merged(gradients, len(ranks))
-                with self._held([part.table_id for part in merged]):
+                with self._held(tables_of(merged)):
                     with self.job.changed:
                         lsn = self.journal.append(_control(RecordKind.APPLY, {"step": step, "ranks": ranks}))
                         # Before ``applied_step`` moves, or ``visible_step`` would show a step that the tables lack.
@@ -372,20 +399,22 @@ class ServerState:
                         takes = self.job.recorder.takes
                     try:
                         self._apply(RecordKind.PUSH, merged, lsn)
-                        self._evict([part.table_id for part in merged])
+                        self._evict(tables_of(merged))
                     except BaseException as error:
                         self._fail(error)
                         raise
                 with self.job.changed:
                     if self.job.recorder.takes != takes:  # a worker whose lease had ended may have asked too early
-                        for part in merged:
+                        for part in each_table(merged):
                             if part.ids is not None:
                                 self._note_for_workers(part.table_id, part.ids)
                     self._unfinished = None
                     self.job.changed.notify_all()
 
     def _note_merged(self, merged: Sequence[TablePart]) -> None:
-        for part in merged:
+        if not (self.job.published.on or self.job.recorder.is_watched):
+            return
+        for part in each_table(merged):
             if part.ids is not None:
                 self.job.note_changed(part.table_id, part.ids)
                 self._note_for_workers(part.table_id, part.ids)
@@ -408,17 +437,15 @@ class ServerState:
         return applied if unfinished is None else min(applied, unfinished - 1)
 
     def _merged(self, gradients: Sequence[Held], divisor: int) -> list[TablePart]:
-        by_table: dict[int, list[TablePart]] = {}
+        parts = []
+        # Gradients by rank: a replay adds the same floats in the same order.
         for held in gradients:
             bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
-            for part in held.parts or wide_parts(decode_parts(held.body, held.n_tables, bfloat16)):
-                by_table.setdefault(part.table_id, []).append(part)
-        merged = []
-        # Tables by id and gradients by rank: a replay adds the same floats in the same order.
-        for table_id in sorted(by_table):
-            table = self.tables[table_id]
-            merged.append(merge_parts(by_table[table_id], divisor, table.keeps_shows))
-        return merged
+            parts += held.parts or wide_parts(decode_parts(held.body, held.n_tables, bfloat16))
+        return [
+            merge_parts(alike, divisor, self.tables[alike[0].table_id].keeps_shows)
+            for alike in parts_alike(parts, lambda table_id: self.tables[table_id].keeps_shows)
+        ]
 
     # -- other changes -------------------------------------------------------------------------------------------
 
@@ -494,7 +521,7 @@ class ServerState:
         if record.kind in (RecordKind.PUSH, RecordKind.ADD, RecordKind.SET_DENSE):
             parts = self._record_parts(record)
             fresh = self._note(record, worker, parts, record.lsn)
-            missing = missing_parts([p for p in parts if p.table_id in fresh], stamps, record.lsn)
+            missing = missing_parts(rows_of(parts, fresh), stamps, record.lsn)
             self._apply(record.kind, missing, record.lsn)
         elif record.kind == RecordKind.EVICT:
             self._erase(missing_parts(self._record_parts(record), stamps, record.lsn))
@@ -554,5 +581,6 @@ def _held_of(record: Record, parts: list[TablePart] | None = None) -> Held:
 
 def _without(held: Held, table_ids: Sequence[int]) -> Held:
     bfloat16 = bool(held.flags & MessageFlag.BFLOAT16)
-    parts = [part for part in decode_parts(held.body, held.n_tables, bfloat16) if part.table_id not in table_ids]
+    parts = decode_parts(held.body, held.n_tables, bfloat16)
+    parts = rows_of(parts, set(tables_of(parts)) - set(table_ids))
     return Held(len(parts), held.flags, b"".join(encode_parts(parts, bfloat16)))

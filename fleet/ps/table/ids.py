@@ -46,24 +46,31 @@ class UniqueKeys:
         """Returns for each array of keys what a call with it returns."""
         if not parts:
             return []
-        keys = np.concatenate(parts)
-        _check_array("keys", keys, np.int64, 1)
-        sizes = [len(part) for part in parts]
-        ends = np.cumsum(sizes)
-        generation = self._begin(max(sizes), len(parts))
-        unique = np.empty(len(keys), np.int64)
-        counts = np.empty(len(parts), np.int64)
-        inverse = np.empty(len(keys), np.int32)
-        load_kernels("id_kernels").unique_keys_of_parts(
-            _address(keys), _address(ends), len(parts), _address(self._seen), self._bits, generation,
-            _address(unique), _address(counts), _address(inverse),
-        )  # fmt: skip
+        ends = np.cumsum([len(part) for part in parts])
+        unique, counts, inverse = self.of_joined(np.concatenate(parts), ends)
         found = []
         start = 0
         for end, count in zip(ends.tolist(), counts.tolist(), strict=True):
             found.append((unique[start : start + count], inverse[start:end]))
             start = end
         return found
+
+    def of_joined(self, keys: Int64s, ends: Int64s) -> tuple[Int64s, Int64s, Int32s]:
+        """Returns, of parts of ``keys`` that end at ``ends``, the distinct keys, their numbers and each key's place.
+
+        The distinct keys of a part begin where the part does, and places count from there; what lies between the
+        distinct keys of two parts has no meaning.
+        """
+        _check_array("keys", keys, np.int64, 1)
+        generation = self._begin(int(np.diff(ends, prepend=0).max()), len(ends))
+        unique = np.empty(len(keys), np.int64)
+        counts = np.empty(len(ends), np.int64)
+        inverse = np.empty(len(keys), np.int32)
+        load_kernels("id_kernels").unique_keys_of_parts(
+            _address(keys), _address(ends), len(ends), _address(self._seen), self._bits, generation,
+            _address(unique), _address(counts), _address(inverse),
+        )  # fmt: skip
+        return unique, counts, inverse
 
     def _begin(self, n: int, count: int) -> int:
         """Makes room for ``n`` keys; returns the first of the ``count`` generations that the caller takes."""
@@ -128,6 +135,24 @@ def sum_by_key(keys: Int64s, gradients: Float32s) -> tuple[Int64s, Float32s, Int
     if len(gradients) != len(keys):
         raise ConfigError(f"{len(gradients)} rows of gradients for {len(keys)} keys; each key takes one.")
     return distinct, _sums(gradients, inverse, len(distinct)), inverse
+
+
+def sum_joined(keys: Int64s, ends: Int64s, gradients: Float32s) -> tuple[tuple[Int64s, Int64s], Float32s, Int32s]:
+    """Returns for parts of ``keys`` what :func:`sum_by_key` returns for each, one part behind the other.
+
+    The first item is the distinct keys and where those of each part end; an equal key of another part is another key.
+
+    Args:
+        keys: int64 [n].
+        ends: int64 [parts], where the keys of each part end; there is one at least.
+        gradients: float32 [n, dim].
+    """
+    unique, counts, inverse = UniqueKeys().of_joined(np.ascontiguousarray(keys), ends)
+    sizes = np.diff(ends, prepend=0)
+    new_ends = np.cumsum(counts)
+    is_distinct = np.arange(len(keys)) < np.repeat(ends - sizes + counts, sizes)
+    inverse += np.repeat(new_ends - counts, sizes).astype(np.int32)
+    return (unique[is_distinct], new_ends), sum_rows(gradients, inverse, int(new_ends[-1])), inverse
 
 
 def sum_rows(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -425,7 +425,26 @@ class SparseTable:
     def _clear(self) -> None:
         self._walks.clear_table(self._memory.address)
 
+    def cool(self) -> None:
+        """Moves the longest unused rows to the disk where the memory of a table with ``rows="disk"`` is nearly full."""
+        self._memory.cool()
+
+    def raise_full(self) -> NoReturn:
+        """Raises PSError: a kernel got no memory from the system."""
+        self._memory.raise_full()
+        raise AssertionError("raise_full() raises")
+
     # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> int:
+        """Where the kernels find the table, until it is closed."""
+        return int(self._memory.address)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether rows may lie on disk."""
+        return self.config.bounds is not None and self.config.bounds.rows == "disk"
 
     @property
     def layout(self) -> RowLayout:

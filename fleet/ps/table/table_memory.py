@@ -212,6 +212,8 @@ class TableMemory:
         row_requests.push(table, at, 0, at, 0, 0, 0, 0, room)
         row_requests.add(table, at, 0, at, 0, room)
         row_requests.contains(table, at, 0, at, room)
+        row_requests.pull_each(at, at, 0, at, at, 0, room)
+        row_requests.push_each(at, at, 0, at, at, 0, 0, 0, 0, 0, room)
         walks.copy_rows(table, 0, 0, 1, 0, at, at, at, at, at)
         walks.insert_rows(table, 0, at, at, at, at, at, room)
         walks.shrink_rows(table, 0, 0, 1, 0.0, 0.0, 1.0, 0, at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fleet.errors import PSError
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"FLPS"
-VERSION = 2
+VERSION = 3
 MAX_BODY_BYTES = 1 << 28
 DISAGREE = "disagree: "  # begins the key of a barrier whose workers do not ask for the same; the wishes follow
 LOAD_WISH = "load "  # begins the wish of a worker at a barrier, if it is a load, in which all workers must agree
@@ -33,10 +33,12 @@ MAX_TABLE_ID = 1 << 16
 MAX_DIM = 1 << 16
 
 _HEADER = struct.Struct("<4sBBHQQQHHII")
-_PART = struct.Struct("<IIHHIQ")  # table id, n, parts present, reserved, dim, offset
+_PART = struct.Struct("<IIHHIQ")  # table id, n, fields present, members, dim, offset
 HEADER_BYTES = _HEADER.size
 _FLAGS_AT = 6  # the lower byte
 PART_BYTES = _PART.size
+MEMBER_BYTES = 8  # a table id and a number of rows, of a part with rows of several tables
+MAX_MEMBERS = (1 << 16) - 1
 assert HEADER_BYTES == 44
 assert PART_BYTES == 24
 
@@ -117,9 +119,19 @@ class Header(NamedTuple):
     tag: int = 0
 
 
+_ROW_FIELDS = ("ids", "rows", "shows", "clicks", "slots")
+
+
+class Members(NamedTuple):
+    """The tables whose rows a part holds one behind the other, and where the rows of each end."""
+
+    tables: tuple[int, ...]
+    ends: NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class TablePart:
-    """What a message carries for one table.
+    """What a message carries for one table, or for several sparse ones of the same width (``members``).
 
     A sparse part has ``ids`` (int64 ``[n]``); a dense part has none and covers ``n`` elements from ``offset``.
     ``rows`` is float32 ``[n, dim]``, uint16 when it holds bfloat16 as it is on the wire, or int8 with ``scales``
@@ -137,6 +149,61 @@ class TablePart:
     slots: NDArray[np.uint32] | None = None
     offset: int = 0
     scales: NDArray[np.float32] | None = None
+    members: Members | None = None
+
+    @property
+    def table_ids(self) -> tuple[int, ...]:
+        """The tables whose rows the part holds."""
+        return (self.table_id,) if self.members is None else self.members.tables
+
+    def each(self) -> list[TablePart]:
+        """Returns a part of every table; their arrays are views."""
+        if self.members is None:
+            return [self]
+        ends = self.members.ends.tolist()
+        tables = zip(self.members.tables, [0, *ends], ends, strict=False)
+        return [self.picked(table_id, slice(start, end)) for table_id, start, end in tables]
+
+    def picked(self, table_id: int, places: slice | NDArray[np.intp]) -> TablePart:
+        """Returns the rows of a sparse part at ``places`` as a part of one table."""
+        arrays: dict[str, Any] = {
+            name: None if (array := getattr(self, name)) is None else array[places] for name in (*_ROW_FIELDS, "scales")
+        }
+        return TablePart(table_id, len(arrays["ids"]), self.dim, **arrays)
+
+
+def each_table(parts: Iterable[TablePart]) -> list[TablePart]:
+    """Returns a part of every table of ``parts``; their arrays are views."""
+    return [one for part in parts for one in part.each()]
+
+
+def tables_of(parts: Iterable[TablePart]) -> list[int]:
+    """Returns the tables of ``parts``."""
+    return [table_id for part in parts for table_id in part.table_ids]
+
+
+def rows_of(parts: Iterable[TablePart], tables: set[int]) -> list[TablePart]:
+    """Returns the parts with their rows of ``tables`` alone."""
+    found = []
+    for part in parts:
+        if tables.issuperset(part.table_ids):
+            found.append(part)
+        else:
+            found += [one for one in part.each() if one.table_id in tables]
+    return found
+
+
+def join_parts(parts: Sequence[TablePart]) -> TablePart:
+    """Returns sparse parts of the same width and fields as one part, in the order given."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays: dict[str, Any] = {
+        name: None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])
+        for name in _ROW_FIELDS
+    }
+    ends = np.cumsum([part.n for part in parts])
+    members = Members(tuple(part.table_id for part in parts), ends)
+    return TablePart(parts[0].table_id, int(ends[-1]), parts[0].dim, **arrays, members=members)
 
 
 def encode_header(header: Header) -> bytes:
@@ -212,7 +279,14 @@ def encode_parts(parts: Sequence[TablePart], bfloat16: bool = False) -> list[Buf
             present |= _SLOTS
         if part.scales is not None:
             present |= _SCALES
-        buffers.append(_PART.pack(part.table_id, part.n, present, 0, part.dim, part.offset))
+        members = part.members
+        count = 0 if members is None else len(members.tables)
+        if count > MAX_MEMBERS:
+            raise MessageError(f"a part of {count} tables; at most {MAX_MEMBERS} are allowed.")
+        buffers.append(_PART.pack(part.table_id, part.n, present, count, part.dim, part.offset))
+        if members is not None:
+            sizes = np.diff(members.ends, prepend=0)
+            buffers.append(np.stack((np.array(members.tables), sizes), axis=1).astype("<u4").tobytes())
         fields = (
             (part.ids, np.int64, part.n),
             (part.rows, _row_type(bfloat16, part.scales is not None), part.n * part.dim),
@@ -273,9 +347,10 @@ def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Ta
         if len(body) - position < PART_BYTES:
             raise MessageError(f"the body ends inside the head of part {len(parts)}.")
         part, position = _decode_part(body, position, bfloat16)
-        if part.table_id in seen:
-            raise MessageError(f"table {part.table_id} occurs twice in one message.")
-        seen.add(part.table_id)
+        for table_id in part.table_ids:
+            if table_id in seen:
+                raise MessageError(f"table {table_id} occurs twice in one message.")
+            seen.add(table_id)
         parts.append(part)
     if position != len(body):
         raise MessageError(f"the body has {len(body)} bytes, its {n_tables} parts fill {position}.")
@@ -283,9 +358,17 @@ def decode_parts(body: Buffer, n_tables: int, bfloat16: bool = False) -> list[Ta
 
 
 def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[TablePart, int]:
-    table_id, n, present, reserved, dim, offset = _PART.unpack_from(body, position)
+    table_id, n, present, count, dim, offset = _PART.unpack_from(body, position)
     position += PART_BYTES
-    _check_part(table_id, present, reserved, dim, offset)
+    _check_part(table_id, present, dim, offset)
+    members = None
+    if count:
+        if not present & _IDS or count * MEMBER_BYTES > len(body) - position:
+            raise MessageError(f"table {table_id}: {count} members, which only a sparse part has, inside the body.")
+        members = _decode_members(body, position, count, n)
+        if members.tables[0] != table_id:
+            raise MessageError(f"a part of table {table_id} begins with table {members.tables[0]}.")
+        position += count * MEMBER_BYTES
     fields = (
         (_IDS, np.int64, n),
         (_ROWS, _row_type(bfloat16, bool(present & _SCALES)), n * dim),
@@ -307,17 +390,26 @@ def _decode_part(body: Buffer, position: int, bfloat16: bool) -> tuple[TablePart
     ids, rows, shows, clicks, slots, scales = arrays
     if rows is not None:
         rows = rows.reshape(n, dim)
-    return TablePart(table_id, n, dim, ids, rows, shows, clicks, slots, offset, scales), position
+    return TablePart(table_id, n, dim, ids, rows, shows, clicks, slots, offset, scales, members), position
+
+
+def _decode_members(body: Buffer, position: int, count: int, n: int) -> Members:
+    pairs = np.frombuffer(body, np.uint32, 2 * count, position).reshape(count, 2).astype(np.int64)
+    tables = pairs[:, 0]
+    ends = np.cumsum(pairs[:, 1])
+    if int(tables.max()) >= MAX_TABLE_ID or int(ends[-1]) != n:
+        raise MessageError(f"a part of {n} rows: its {count} tables, up to {tables.max()}, have {ends[-1]} of them.")
+    return Members(tuple(tables.tolist()), ends)
 
 
 _ITEM_BYTES: dict[Any, int] = {np.int64: 8, np.int8: 1, np.uint16: 2, np.float32: 4, np.uint32: 4}
 
 
-def _check_part(table_id: int, bits: int, reserved: int, dim: int, offset: int) -> None:
+def _check_part(table_id: int, bits: int, dim: int, offset: int) -> None:
     if table_id >= MAX_TABLE_ID:
         raise MessageError(f"table id {table_id}; ids are below {MAX_TABLE_ID}.")
-    if bits & ~_ALL_PRESENT or reserved:
-        raise MessageError(f"table {table_id}: fields {bits:#x}/{reserved:#x} hold bits that have no meaning.")
+    if bits & ~_ALL_PRESENT:
+        raise MessageError(f"table {table_id}: fields {bits:#x} hold bits that have no meaning.")
     if not 1 <= dim <= MAX_DIM:
         raise MessageError(f"table {table_id}: dim {dim}; it must be 1 to {MAX_DIM}.")
     dense = bool(bits & _DENSE)

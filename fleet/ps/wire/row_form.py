@@ -96,6 +96,13 @@ class Remainders:
 
     def encode(self, part: TablePart) -> None:
         """Turns the float32 rows of a sparse part into int8 and scales, and keeps the remainders; ids are distinct."""
+        if part.members is not None:
+            own = part.each()
+            for one in own:
+                self.encode(one)
+            part.rows = np.concatenate([one.rows for one in own if one.rows is not None])
+            part.scales = np.concatenate([one.scales for one in own if one.scales is not None])
+            return
         assert part.ids is not None
         assert part.rows is not None
         with self._lock:

@@ -7,7 +7,7 @@ everything in plain sight.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -460,6 +460,28 @@ class ReferenceTable(SparseTable):
 
     def _clear(self) -> None:
         self._memory.clear()
+
+
+class ReferenceGroup:
+    """Several reference tables, one after the other."""
+
+    def __init__(self, tables: Sequence[SparseTable]) -> None:
+        self.tables = tables
+
+    def pull(self, keys: Int64s, ends: Int64s, out: Float32s, *, create: bool = True) -> Float32s:
+        for table, own in self._each(ends):
+            table.pull(keys[own], out[own], create=create)
+        return out
+
+    def push(self, keys: Int64s, ends: Int64s, *arrays: Any, tick: int) -> None:
+        for table, own in self._each(ends):
+            table.push(keys[own], *(None if array is None else array[own] for array in arrays), tick=tick)
+
+    def _each(self, ends: Int64s) -> Iterator[tuple[SparseTable, slice]]:
+        start = 0
+        for table, end in zip(self.tables, ends.tolist(), strict=True):
+            yield table, slice(start, end)
+            start = end
 
 
 def table_of(config: SparseTableConfig, use_kernels: bool) -> SparseTable:

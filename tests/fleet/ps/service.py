@@ -25,7 +25,7 @@ from fleet.ps.table.rules import Rule
 from fleet.ps.table.table_spec import config_of_spec
 from fleet.ps.worker.row_replicas import RowReplicas
 from tests.fleet.ps.local_transport import LocalTransport
-from tests.fleet.ps.reference_store import ReferenceTable
+from tests.fleet.ps.reference_store import ReferenceGroup, ReferenceTable
 
 SECRET = b"of the tests"
 SGD = Rule("sgd", {"learning_rate": 1.0})
@@ -34,12 +34,16 @@ SPARSE = SparseTableConfig("ads", 2, SGD, initializer=ZEROS)
 DENSE = DenseTableConfig("mlp", 5, SGD)
 
 
+class _ServedReference(ServedSparse):
+    group_of = ReferenceGroup  # type: ignore[assignment]
+
+
 def make_table(spec: dict[str, Any]) -> ServedSparse | ServedDense:
     """A table of the numpy twins: no compilation."""
     config = config_of_spec(spec)
     if isinstance(config, DenseTableConfig):
         return ServedDense(DenseTable(config))
-    return ServedSparse(ReferenceTable(config))
+    return _ServedReference(ReferenceTable(config))
 
 
 def silent(line: str) -> None:

@@ -169,6 +169,22 @@ def pull(table, keys, n, out, create, scratch):
     return status
 
 
+@kernel
+def pull_each(tables, ends, count, keys, out, create, scratch):
+    """Does for each of ``count`` tables what :func:`pull` does, with its keys and rows behind those of the one before.
+
+    Returns the number of the table without memory, from 1.
+    """
+    start = i64(0)
+    for i in range(count):
+        table, n = words(tables)[i], words(ends)[i] - start
+        line_bytes = 4 * (words(table)[NUM_COUNTERS] + words(table)[NUM_WEIGHTS])
+        if n != 0 and pull(table, keys + 8 * start, n, out + line_bytes * start, create, scratch) != 0:
+            return i + 1
+        start += n
+    return 0
+
+
 @part(none(i64, i64, i64, i64, i64, i64, i64, i64))
 def count_traffic(table, sub, order, n, slots, shows, clicks, features):
     """Adds the pushed shows, clicks and scores to the statistics of each row."""
@@ -277,6 +293,23 @@ def push(table, keys, n, gradients, shows, clicks, features, nonce, scratch):
         let_go(table, scratch, n, first)
         first += span_of(n)
     return status
+
+
+@kernel
+def push_each(tables, ends, count, keys, gradients, shows, clicks, features, nonce, tick, scratch):
+    """Does for each of ``count`` tables what :func:`push` does, as change ``tick``; returns as :func:`pull_each`."""
+    start = i64(0)
+    for i in range(count):
+        table, n = words(tables)[i], words(ends)[i] - start
+        words(table)[TICK] = tick
+        rows = gradients + 4 * words(table)[NUM_WEIGHTS] * start
+        show = shows + 4 * start if shows != 0 else i64(0)
+        click = clicks + 4 * start if clicks != 0 else i64(0)
+        feature = features + 4 * start if features != 0 else i64(0)
+        if n != 0 and push(table, keys + 8 * start, n, rows, show, click, feature, nonce, scratch) != 0:
+            return i + 1
+        start += n
+    return 0
 
 
 @part(none(i64, i64, i64, i64, i64))

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.errors import ConfigError
 from fleet.ps.client.client import Ticket, fill
-from fleet.ps.client.shards import Gradient, TableMap, body_of_specs
+from fleet.ps.client.shards import Gradient, TableMap, body_of_specs, joined, split
 from fleet.ps.table.dense_table import DenseTableConfig
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.table.partition import servers_of_keys
@@ -21,7 +21,7 @@ def test_every_id_goes_to_its_server_and_to_no_other(routing, num_servers):
     table = TableMap(0, SparseTableConfig("a", 3), num_servers, routing)
     keys = np.random.default_rng(0).integers(-(2**60), 2**60, 500)
     gradient = Gradient(keys, np.arange(1500, dtype=np.float32).reshape(500, 3), slots=np.arange(500, dtype=np.uint32))
-    parts = table.gradient_parts(gradient)
+    parts = [part for part, _ in split(table, table.gradient_part(gradient))]
     seen = {}
     for server, part in enumerate(parts):
         assert (servers_of_keys(part.ids, num_servers, routing) == server).all()
@@ -30,6 +30,41 @@ def test_every_id_goes_to_its_server_and_to_no_other(routing, num_servers):
     assert len(seen) == len(set(keys.tolist())) == sum(part.n for part in parts)
     for place, key in enumerate(keys.tolist()):
         assert seen[key] == (gradient.rows[place].tolist(), place)
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_tables_of_one_width_go_to_a_server_in_one_part(num_servers):
+    rng = np.random.default_rng(0)
+    configs = [SparseTableConfig("a", 3), SparseTableConfig("b", 2), SparseTableConfig("c", 3)]
+    tables = [TableMap(number, config, num_servers) for number, config in enumerate(configs)]
+    keys = [rng.integers(-(2**60), 2**60, n) for n in (40, 5, 1)]
+    gradients = [
+        Gradient(some, rng.standard_normal((len(some), config.dim), np.float32))
+        for some, config in zip(keys, configs, strict=True)
+    ]
+    parts = joined((table, table.gradient_part(one)) for table, one in zip(tables, gradients, strict=True))
+    assert [part.table_ids for _, part in parts] == [(0, 2), (1,)]
+    found = {number: {} for number in range(3)}
+    for table, part in parts:
+        for server, (own, places) in enumerate(split(table, part)):
+            assert own.ids is not None
+            np.testing.assert_array_equal(own.ids, part.ids[places])
+            assert (servers_of_keys(own.ids, num_servers, "range") == server).all()
+            for one in own.each() if own.n else ():
+                assert one.n
+                found[one.table_id].update(zip(one.ids.tolist(), one.rows.tolist(), strict=True))
+    for number, gradient in enumerate(gradients):
+        assert found[number] == dict(zip(gradient.ids.tolist(), gradient.rows.tolist(), strict=True))
+
+
+def test_shows_and_slots_keep_tables_apart():
+    tables = [TableMap(number, SparseTableConfig(str(number), 1), 1) for number in range(4)]
+    ones = np.ones((1, 1), np.float32)
+    more = [{}, {"shows": ones[0]}, {"slots": np.zeros(1, np.uint32)}, {}]
+    parts = joined(
+        (table, table.gradient_part(Gradient(ids(1), ones, **each))) for table, each in zip(tables, more, strict=True)
+    )
+    assert [part.table_ids for _, part in parts] == [(0, 3), (1,), (2,)]
 
 
 def test_dense_values_are_cut_into_blocks():

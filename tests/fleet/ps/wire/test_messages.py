@@ -25,6 +25,9 @@ from fleet.ps.wire.messages import (
     decode_parts,
     encode_header,
     encode_parts,
+    join_parts,
+    rows_of,
+    tables_of,
 )
 from fleet.ps.wire.row_form import from_bfloat16, to_bfloat16
 
@@ -134,7 +137,8 @@ def test_received_arrays_are_views_of_the_body():
         ((1, 1, 1, 0, 65537, 0), "dim 65537"),
         ((1, 1, 129, 0, 1, 0), "no meaning"),
         ((1, 1, 65, 0, 1, 0), "scales belong"),
-        ((1, 1, 1, 7, 1, 0), "no meaning"),
+        ((1, 1, 1, 7, 1, 0), "have 0 of them"),
+        ((1, 1, 16, 7, 1, 0), "only a sparse part has"),
         ((1, 1, 17, 0, 1, 0), "either sparse"),
         ((1, 1, 2, 0, 1, 0), "either sparse"),
         ((1, 1, 16, 0, 4, 0), "dense part has dim 1"),
@@ -144,6 +148,42 @@ def test_received_arrays_are_views_of_the_body():
 )
 def test_each_wrong_field_of_a_part_is_named(head, word):
     body = struct.pack("<IIHHIQ", *head) + bytes(64)
+    with pytest.raises(MessageError, match=word):
+        decode_parts(body, 1)
+
+
+def joined_part() -> TablePart:
+    return join_parts([sparse_part(3), sparse_part(8, n=0), sparse_part(1, n=2)])
+
+
+def test_a_part_of_several_tables_comes_back_as_it_was():
+    sent = joined_part()
+    (part,) = decode_parts(body_of([sent]), 1)
+    assert part.table_ids == (3, 8, 1)
+    assert part.table_id == 3
+    for one, received in zip([sparse_part(3), sparse_part(8, n=0), sparse_part(1, n=2)], part.each(), strict=True):
+        assert (one.table_id, one.n, one.dim) == (received.table_id, received.n, received.dim)
+        for name in ("ids", "rows", "shows", "clicks", "slots"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(received, name))
+    assert tables_of([part, sparse_part(9)]) == [3, 8, 1, 9]
+    assert [one.table_id for one in rows_of([part, sparse_part(9)], {1, 9})] == [1, 9]
+    assert rows_of([part], {1, 3, 8, 9}) == [part]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda body: body.__setitem__(slice(24, 28), (70_000).to_bytes(4, "little")), "up to 70000"),
+        (lambda body: body.__setitem__(slice(28, 32), (6).to_bytes(4, "little")), "have 8"),
+        (lambda body: body.__setitem__(slice(24, 28), (2).to_bytes(4, "little")), "begins with table 2"),
+        (lambda body: body.__setitem__(slice(32, 36), (3).to_bytes(4, "little")), "occurs twice"),
+        (lambda body: body.__setitem__(slice(10, 12), b"\xff\xff"), "members"),
+        (lambda body: body.__setitem__(slice(8, 10), (16).to_bytes(2, "little")), "dense part"),
+    ],
+)
+def test_each_wrong_member_of_a_part_is_named(change, word):
+    body = bytearray(body_of([joined_part()]))
+    change(body)
     with pytest.raises(MessageError, match=word):
         decode_parts(body, 1)
 
@@ -174,7 +214,7 @@ def test_random_bytes_are_refused_or_are_parts(data, tables, bfloat16):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
 def test_a_damaged_body_never_reads_outside_itself(position, noise):
-    body = bytearray(body_of([sparse_part(), TablePart(9, 4, 2, ids=np.arange(4))]))
+    body = bytearray(body_of([joined_part(), TablePart(9, 4, 2, ids=np.arange(4))]))
     position %= len(body)
     body[position : position + len(noise)] = noise[: len(body) - position]
     try:
