@@ -170,7 +170,7 @@ class _IdPlaces:
             return
         known = self.known.get(call)
         is_right = known is not None and _has(known, batch, call[0], ids)
-        # Known ids may have come without a request: of the first batches, or in geo mode.
+        # Known ids may have come without a request, as those of the first batches.
         if is_right and not was_requested:
             return
         place = known if is_right else self._search(call[0], ids, batch)

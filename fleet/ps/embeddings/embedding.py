@@ -209,7 +209,7 @@ class SparseEmbedding(WatchesWeight):
 
         The next forward with the same ids takes them. Call it before ``optimizer.step()``: the rows are then those from
         before that step, one step older than without it, which ``max_staleness`` counts. A forward with other ids, or
-        after another step, asks again. In geo mode the rows are here already and nothing is asked.
+        after another step, asks again. In geo mode only rows that this worker has not seen are asked for.
 
         Args:
             ids, offsets: of the next batch, as in :meth:`forward`.

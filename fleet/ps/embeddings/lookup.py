@@ -5,9 +5,9 @@ then is the leaf kept, so a forward without backward costs nothing and pushes no
 
 [Note: Rows that were requested before their lookup]
 ``expect`` notes ids whose rows are on their way, requested for one table by ``prefetch`` of a module or for all tables
-of a batch by :class:`fleet.ps.worker.batch_rows.BatchRows`. A lookup takes them only where its own ids are the same and
-the rows are as fresh as the mode asks; otherwise it asks for its rows itself. So what was requested can cost a message,
-and never a wrong row.
+of a batch by :class:`fleet.ps.embeddings.batch_rows.BatchRows`. A lookup takes them only where its own ids are the same
+and the rows are as fresh as the mode asks; otherwise it asks for its rows itself. So what was requested can cost a
+message, and never a wrong row.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ RowSource: TypeAlias = "LocalRows | TrainedRows"
 class ComingRows(Protocol):
     """Rows of some tables that have been requested."""
 
-    def rows(self, table_id: int) -> Rows | None:
-        """Waits for the rows of one table; returns ``None`` if they are too old by now."""
+    def rows(self, table_id: int, part: slice) -> Rows | None:
+        """Waits for the rows of a part of one table's ids; returns ``None`` if they are too old by now."""
 
 
-# Requests rows by table, in one message to each server: for the next step, or (False) for this one. Returns ``None``
-# where the rows are here already.
-Request: TypeAlias = Callable[[Mapping[int, Keys], bool], ComingRows | None]
+# Requests rows by table, in one message to each server: for the next step, or (False) for this one.
+Request: TypeAlias = Callable[[Mapping[int, Keys], bool], ComingRows]
 
 
 class HearsLookups(Protocol):
@@ -62,17 +61,15 @@ class HearsLookups(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RequestedRows:
-    """Rows on their way to one lookup: ``count`` rows, from ``start`` on, of those that were requested of its table."""
+    """Rows on their way to one lookup: a part of those that were requested of its table."""
 
     coming: ComingRows
     table_id: int
-    start: int
-    count: int
+    part: slice
 
     def take(self) -> Rows | None:
         """Waits for the rows; returns ``None`` if they are too old by now."""
-        rows = self.coming.rows(self.table_id)
-        return None if rows is None else rows[self.start : self.start + self.count]
+        return self.coming.rows(self.table_id, self.part)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -432,7 +429,7 @@ def request_together(asked: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> 
         is_next: see :data:`Request`.
 
     Returns:
-        For each lookup where its rows come; ``None`` where they are here already.
+        For each lookup where its rows come; ``None`` where they are not on servers.
     """
     wanted: dict[Request, dict[int, list[Keys]]] = defaultdict(dict)
     starts = []
@@ -453,7 +450,7 @@ def request_together(asked: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> 
             found.append(None)
         else:
             source.asked += len(keys)
-            found.append(RequestedRows(rows, source.table_id, start, len(keys)))
+            found.append(RequestedRows(rows, source.table_id, slice(start, start + len(keys))))
     return found
 
 
@@ -464,7 +461,7 @@ def _joined(tables: Mapping[int, Sequence[Keys]]) -> dict[int, Keys]:
 def expect_together(calls: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> list[ExpectedRows | None]:
     """Requests the rows of ids for several lookups; the next lookup of the same ids takes them.
 
-    Returns what each lookup expects; ``None`` where the rows are here already.
+    Returns what each lookup expects; ``None`` where its rows are not on servers.
     """
     distinct = distinct_together([ids for _, ids in calls])
     asked = [(lookup, keys) for (lookup, _), (keys, _) in zip(calls, distinct, strict=True)]

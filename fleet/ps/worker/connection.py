@@ -169,7 +169,7 @@ class WorkerConnection:
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    def request_rows(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows | None:
+    def request_rows(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows:
         """Requests rows by table before their lookup: for the next step while this one is computed, or for this one."""
         if is_next and self.streams is not None:
             self.streams.check_ahead()

@@ -42,8 +42,8 @@ class ServerExchange(Protocol):
     def may_read_ahead(self) -> bool:
         """Whether the mode allows rows that are a step old."""
 
-    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows | None:
-        """Requests distinct rows by table, in one message to each server; ``None`` where they are here already.
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> ComingRows:
+        """Requests distinct rows by table, in one message to each server.
 
         Args:
             wanted: ids by table; they may repeat.
@@ -104,13 +104,13 @@ class TicketRows:
         self._until = exchange.client.step + steps
         self._flushes = exchange.flushes
 
-    def rows(self, table_id: int) -> Rows | None:
-        """Waits for the rows of one table; returns ``None`` when they are too old, or from before a flush."""
+    def rows(self, table_id: int, part: slice) -> Rows | None:
+        """Waits for rows of one table; returns ``None`` when they are too old, or from before a flush."""
         client = self._exchange.client
         if client.step > self._until or self._exchange.flushes > self._flushes:
             return None
         rows: Rows = client.wait(self._ticket)[table_id]
-        return rows
+        return rows[part]
 
 
 class SyncExchange:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from fleet.ps.table.ids import KeyPlaces, in_pieces, train_rows
 from fleet.ps.wire.positions import Positions
 from fleet.ps.worker.exchange_modes import Gradients
 from fleet.ps.worker.table_plan import TablePlan
+
+Places: TypeAlias = NDArray[np.int64]
+_NUM_KNOWN = 3  # batches: the one that is trained, the next one if its rows were requested, and one looked up between
 
 
 def _pieces(size: int) -> Iterator[slice]:
@@ -49,7 +52,7 @@ class GeoRows:
         """This worker's rows, by place."""
         return self._local
 
-    def find(self, keys: Keys) -> NDArray[np.int64]:
+    def find(self, keys: Keys) -> Places:
         """Returns the place of each key, -1 where it is unknown."""
         return self._index.find(keys)
 
@@ -72,7 +75,7 @@ class GeoRows:
             larger[: self._num_rows] = array[: self._num_rows]
             setattr(self, name, larger)
 
-    def touch(self, places: NDArray[np.int64]) -> None:
+    def touch(self, places: Places) -> None:
         """Notes that rows were changed here."""
         self._touched[places] = True
 
@@ -89,14 +92,14 @@ class GeoRows:
         self._touched[places] = False
         return Gradient(self._keys_at(places), delta)
 
-    def train(self, places: NDArray[np.int64], gradient: Rows, learning_rate: float) -> None:
+    def train(self, places: Places, gradient: Rows, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for distinct places."""
         trained = self.local.take(places, 0)
         trained -= np.float32(learning_rate) * gradient
         self.local[places] = trained
         self.touch(places)
 
-    def _keys_at(self, places: NDArray[np.int64]) -> Keys:
+    def _keys_at(self, places: Places) -> Keys:
         return self.keys[places]
 
     def receive(self, keys: Keys, rows: Rows) -> None:
@@ -128,15 +131,15 @@ class WholeGeoRows(GeoRows):
         rows: Rows = self._weight.numpy()
         return rows
 
-    def find(self, keys: Keys) -> NDArray[np.int64]:
+    def find(self, keys: Keys) -> Places:
         """Returns the keys, which are the places."""
         return keys
 
-    def train(self, places: NDArray[np.int64], gradient: Rows, learning_rate: float) -> None:
+    def train(self, places: Places, gradient: Rows, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient``; places may repeat."""
         train_rows(self.local, places, gradient, learning_rate, self._touched)
 
-    def _keys_at(self, places: NDArray[np.int64]) -> Keys:
+    def _keys_at(self, places: Places) -> Keys:
         return places
 
 
@@ -177,7 +180,8 @@ class GeoCommunicator:
         self._spare: dict[int, Rows] = {}  # memory for dense differences, then for pulled values
         self._steps = self._exchanges = 0
         self._rows_change = threading.Lock()  # lookups in several threads of the script add rows
-        self._found: dict[int, tuple[Keys, NDArray[np.int64]]] = {}  # a step trains the keys that it reads
+        # The last keys and their places, by table: a step trains the keys that it has read.
+        self._found: dict[int, list[tuple[Keys, Places]]] = {}
 
     def _take_whole(self, whole: Mapping[int, Tensor]) -> None:
         if whole:
@@ -189,24 +193,24 @@ class GeoCommunicator:
 
     def rows(self, table_id: int, keys: Keys) -> Rows:
         """Returns this worker's rows of ``keys``, float32 [n, dim]; those it has not seen come from the servers."""
+        return self.rows_at(table_id, self.fetch({table_id: keys})[table_id])
+
+    def rows_at(self, table_id: int, places: Places) -> Rows:
+        """Returns this worker's rows at places that :meth:`fetch` has returned, as they are now, float32 [n, dim]."""
         with self._rows_change:
-            places = self._known(table_id, keys)  # before `local` is read: new rows can replace it
             rows: Rows = self._rows[table_id].local.take(places, 0)
         return rows
 
-    def fetch(self, wanted: Mapping[int, Keys]) -> None:
-        """Takes the rows of ids that this worker has not seen from the servers, of all tables in one message."""
+    def fetch(self, wanted: Mapping[int, Keys]) -> dict[int, Places]:
+        """Takes the rows of ids that this worker has not seen from the servers, of all tables in one message.
+
+        Returns the place of each id by table, which it keeps.
+        """
         with self._rows_change:
-            unknown = {}
+            found = self._known(wanted)
             for table_id, keys in wanted.items():
-                rows = self._rows[table_id]
-                if not isinstance(rows, WholeGeoRows):
-                    missing = np.unique(keys[rows.find(keys) < 0])
-                    if len(missing):
-                        unknown[table_id] = missing
-            if unknown:
-                for table_id, found in self._client.wait(self._client.pull(unknown)).items():
-                    self._rows[table_id].insert(unknown[table_id], found)
+                self._note(table_id, keys, found[table_id])
+        return found
 
     def assign(self, table_id: int, keys: Keys, values: Rows) -> None:
         """Sets this worker's rows of distinct keys that it has read: one step of local training."""
@@ -220,23 +224,35 @@ class GeoCommunicator:
     def apply_sgd(self, table_id: int, gradient: Gradient, learning_rate: float) -> None:
         """Does ``local -= learning_rate * gradient`` for ids, distinct but in ``whole`` tables: geo trains with SGD."""
         with self._rows_change:
-            self._rows[table_id].train(self._known(table_id, gradient.ids), gradient.rows, learning_rate)
+            places = self._known({table_id: gradient.ids})[table_id]
+            self._rows[table_id].train(places, gradient.rows, learning_rate)
 
-    def _known(self, table_id: int, keys: Keys) -> NDArray[np.int64]:
-        """Returns the places of ``keys``; fetches those that this worker has not seen."""
-        last = self._found.get(table_id)
-        if last is not None and last[0] is keys:
-            return last[1]
-        rows = self._rows[table_id]
-        places = rows.find(keys)
-        if isinstance(rows, WholeGeoRows):
-            return places
-        if len(places) and places.min() < 0:
-            unknown = np.unique(keys[places < 0])
-            rows.insert(unknown, self._client.wait(self._client.pull({table_id: unknown}))[table_id])
-            places = rows.find(keys)
-        self._found[table_id] = keys, places
-        return places
+    def _known(self, wanted: Mapping[int, Keys]) -> dict[int, Places]:
+        """Returns the places of ids by table; fetches those that this worker has not seen."""
+        found = {table_id: self._places(table_id, keys) for table_id, keys in wanted.items()}
+        unknown = {
+            table_id: np.unique(wanted[table_id][places < 0])
+            for table_id, places in found.items()
+            if not isinstance(self._rows[table_id], WholeGeoRows) and len(places) and places.min() < 0
+        }
+        if unknown:
+            for table_id, rows in self._client.wait(self._client.pull(unknown)).items():
+                self._rows[table_id].insert(unknown[table_id], rows)
+                found[table_id] = self._rows[table_id].find(wanted[table_id])
+        return found
+
+    def _places(self, table_id: int, keys: Keys) -> Places:
+        """Returns the place of each key, -1 where it is unknown."""
+        for known, places in self._found.get(table_id, ()):
+            if known is keys:
+                return places
+        return self._rows[table_id].find(keys)
+
+    def _note(self, table_id: int, keys: Keys, places: Places) -> None:
+        last = self._found.setdefault(table_id, [])
+        if all(known is not keys for known, _ in last):
+            last.append((keys, places))
+            del last[:-_NUM_KNOWN]
 
     def next_exchanges(self) -> bool:
         """Returns whether the next :meth:`step` ends with an exchange."""
@@ -288,6 +304,18 @@ class GeoCommunicator:
         self._exchanges += 1
 
 
+class _OwnRows:
+    """Rows that this worker trains itself, each as it is when its lookup takes it."""
+
+    def __init__(self, geo: GeoCommunicator, places: Mapping[int, Places]) -> None:
+        self._geo = geo
+        self._places = places
+
+    def rows(self, table_id: int, part: slice) -> Rows:
+        """Returns the rows of a part of the ids that were requested of one table."""
+        return self._geo.rows_at(table_id, self._places[table_id][part])
+
+
 class GeoExchange:
     """Rows and parameters are trained here by SGD; differences travel every ``k_steps`` steps.
 
@@ -315,9 +343,9 @@ class GeoExchange:
         """Returns this worker's own rows."""
         return self._geo.rows(table_id, keys)
 
-    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> None:
+    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> _OwnRows:
         """Fetches the rows that this worker has not seen, of all tables in one message; the others are here."""
-        self._geo.fetch(wanted)
+        return _OwnRows(self._geo, self._geo.fetch(wanted))
 
     def check(self, is_step: bool = False) -> None:
         """Does nothing: a write of the script is part of the difference that this worker sends."""

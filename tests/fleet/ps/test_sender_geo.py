@@ -380,6 +380,15 @@ def test_geo_of_two_workers_by_hand():
         assert geo[0].rows(0, ids(2))[0, 0] == -10
 
 
+def test_geo_rows_that_were_fetched_are_read_as_they_are_then():
+    with serving() as service:
+        geo = GeoCommunicator(service.client(0, tables={0: SPARSE}), 2, [0])
+        places = geo.fetch({0: ids(1, 2, 3, 2)})[0]
+        geo.apply_sgd(0, gradient([2, 4], 8.0), 1.0)
+        assert geo.rows_at(0, places)[:, 0].tolist() == [0, -8, 0, -8]
+        assert geo.rows_at(0, places[2:])[:, 0].tolist() == [0, -8]
+
+
 def test_geo_workers_agree_when_training_ends():
     """Everything that was trained ends up in every worker's rows, through cuts."""
     with serving(2, num_workers=2) as service:

@@ -15,6 +15,8 @@ from torch import nn
 import fleet
 from fleet.facade import Fleet
 from fleet.ps.client.client import Client
+from fleet.ps.client.shards import Keys
+from fleet.ps.worker.geo import GeoRows
 from fleet.training.batch_loops import BatchLoops
 from tests.helpers.served import run_job, strategy_of
 
@@ -187,6 +189,26 @@ def test_a_loop_sees_the_bits_that_it_sees_without(loop: Loop, monkeypatch: pyte
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_that_reads_ahead_gets_every_batch(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker in geo mode trains rows that nobody else changes: the bits are those without prefetch."""
+    assert run_loop(loop, monkeypatch, "geo") == run_loop(loop, monkeypatch, "geo", prefetches=False)
+
+
+def test_geo_finds_the_ids_of_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows are requested, their lookup and their training take the places that the request has found."""
+    finds = [0]
+    find = GeoRows.find
+
+    def counted(rows: GeoRows, keys: Keys) -> Any:
+        finds[0] += 1
+        return find(rows, keys)
+
+    monkeypatch.setattr(GeoRows, "find", counted)
+
+    def loop(run: Run) -> list[int]:
+        finds[0] = 0
+        for batch in run.prefetch(draw(8)):
+            run.step(*batch.unbind(1))
+        return [finds[0]]
+
     assert run_loop(loop, monkeypatch, "geo") == run_loop(loop, monkeypatch, "geo", prefetches=False)
 
 

@@ -146,9 +146,9 @@ def test_rows_of_any_number_of_tables_are_asked_anew_after_a_flush() -> None:
     with serving(staleness=2) as service:
         exchange = HalfAsyncExchange(service.client(0), TablePlan(), 1)
         coming = [exchange.request({0: np.array([key])}, True) for key in range(20)]
-        assert coming[0].rows(0) is not None
+        assert coming[0].rows(0, slice(None)) is not None
         exchange.flush()
-        assert [one.rows(0) for one in coming] == [None] * 20
+        assert [one.rows(0, slice(None)) for one in coming] == [None] * 20
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -287,7 +287,7 @@ def test_a_bound_where_there_is_none_to_set_is_refused(a_sync: bool, configs: di
 
 
 def test_prefetch_is_refused_where_no_step_may_be_missed() -> None:
-    """D.7: sync, and bound 0; in geo mode and before init_worker there is nothing to ask."""
+    """D.7: sync, and bound 0; geo mode and modules that are not connected have no such step."""
 
     def work(own: Fleet, rank: int) -> None:
         net = start(own, made)[2]

@@ -49,8 +49,8 @@ class Coming:
         self.servers = servers
         self.keys = keys
 
-    def rows(self, table_id: int) -> Rows | None:
-        return rows_of(self.keys[table_id]) if self.servers.is_fresh else None
+    def rows(self, table_id: int, part: slice) -> Rows | None:
+        return rows_of(self.keys[table_id][part]) if self.servers.is_fresh else None
 
 
 class Pair(NamedTuple):
