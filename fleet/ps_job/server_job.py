@@ -118,24 +118,10 @@ class ServerJob:
         strategy = self._strategy()
         plan = self.plan()
         metrics = self._read_metrics()
-        # Every mistake of the user is found before a server is started or connected.
+        # What model, optimizer and strategy refuse is found before a server is started or connected.
         self._read_publication(strategy)
         endpoints = list(job.record.server_endpoints) or [self._start_embedded(strategy)]
-        served = strategy.served
-        assert served is not None
-        trainer = self._make_trainer(strategy, plan, endpoints)
-        served.connect(trainer)
-        try:
-            trainer.open()
-            if self._embedded is not None:
-                self._metrics.append(metrics.serve_server(self._embedded.state, 0, endpoints[0]))
-            self._metrics.append(metrics.serve_worker(trainer.connection, job.global_rank, endpoints))
-        except BaseException:
-            served.trainer = None
-            trainer.abandon()
-            self.close()
-            raise
-        self.trainer = trainer
+        self.trainer = trainer = self._open_trainer(strategy, plan, endpoints, metrics)
         for model in job.models if not strategy.hybrid else ():
             model.module.register_load_state_dict_pre_hook(LoadWarning(trainer.connection))
         rank = job.global_rank
@@ -145,6 +131,27 @@ class ServerJob:
         job.say(f"init rpc client with trainer_id {rank}")
         mode = f"{strategy.mode}, dense gradients among the workers" if strategy.hybrid else strategy.mode
         job.say(f"Communicator start ({mode}, servers {','.join(endpoints)})")
+
+    def _open_trainer(self, strategy: ASync, plan: TablePlan, endpoints: Sequence[str], metrics: Metrics) -> Trainer:
+        """Returns a connected trainer, whose metrics are served; what fails ends the server inside this process."""
+        served = strategy.served
+        assert served is not None
+        trainer: Trainer | None = None
+        try:
+            # Reads settings of the connection, which may be refused: they need the address of the server.
+            trainer = self._make_trainer(strategy, plan, endpoints)
+            served.connect(trainer)
+            trainer.open()
+            if self._embedded is not None:
+                self._metrics.append(metrics.serve_server(self._embedded.state, 0, endpoints[0]))
+            self._metrics.append(metrics.serve_worker(trainer.connection, self._job.global_rank, endpoints))
+        except BaseException:
+            served.trainer = None
+            if trainer is not None:
+                trainer.abandon()
+            self.close()
+            raise
+        return trainer
 
     def stop_worker(self) -> None:
         """Sends the waiting gradients and leaves the job; servers end when every worker has left."""

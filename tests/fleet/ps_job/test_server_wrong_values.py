@@ -5,6 +5,7 @@ The message says what was written, the value received and the rule (F.2, F.3, D.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,17 @@ def test_variables(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> No
     if own._session is not None:
         assert own.session.server_job.trainer is None
         own.session.close()
+
+
+def test_a_refused_setting_leaves_no_server_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_PS_DEADLINE", "0")
+    own = Fleet()
+    own.init(strategy=strategy("async"), log_level="ERROR")
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="FLEET_PS_DEADLINE is '0'"):
+        served(own, strategy("async"), make_sgd)
+    assert not [thread.name for thread in threading.enumerate() if thread not in before]
+    own.session.close()
 
 
 def test_every_variable_of_parameter_servers_is_tried() -> None:
