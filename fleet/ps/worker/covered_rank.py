@@ -52,10 +52,7 @@ class CoveredRank:
             self.progress.is_open = False
             return
         try:
-            self._exchange.put(gradients, self.progress.positions())
-            if self.progress.again:
-                self._exchange.flush()
-                self._client.step = self.progress.step_after_again()
+            self.progress.put(self._exchange, self._client, gradients)
         except PSError as error:
             self.end(str(error))
 

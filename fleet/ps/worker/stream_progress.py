@@ -10,6 +10,7 @@ from fleet.errors import ConfigError
 from fleet.ps.client.client import Client
 from fleet.ps.server.stream_points import CLOCK
 from fleet.ps.wire.positions import Positions
+from fleet.ps.worker.exchange_modes import Gradients, ServerExchange
 
 Offsets: TypeAlias = dict[str, dict[str, int]]  # by source and partition: the offset after the last event
 
@@ -138,6 +139,13 @@ class StreamProgress:
         """Notes that the first of the steps :attr:`again` was repeated; returns the steps that then count as pushed."""
         done = self.again.pop(0)
         return self.again[0] - 1 if self.again else max(self._step, done)
+
+    def put(self, exchange: ServerExchange, client: Client, gradients: Gradients) -> None:
+        """Gives ``exchange`` the gradients of one step with its positions; ``client`` counts the steps."""
+        exchange.put(gradients, self.positions())
+        if self.again:  # the servers have parts of this step: it must not be merged with the next
+            exchange.flush()
+            client.step = self.step_after_again()
 
     def positions(self) -> Positions | None:
         """Returns the positions for the next push, which ends a step; ``None`` where no stream is read."""

@@ -128,10 +128,7 @@ class Trainer:
         elif connection.lost_ranks is not None and connection.lost_ranks.current is not None:
             connection.lost_ranks.current.put(gradients)
         else:
-            exchange.put(gradients, streams.positions())
-            if streams.again:  # the servers have parts of this step: it must not be merged with the next
-                exchange.flush()
-                connection.client.step = streams.step_after_again()
+            streams.put(exchange, connection.client, gradients)
 
     def is_stepping(self) -> bool:
         """Returns whether the trainer steps the user's optimizer outside a step of the script."""

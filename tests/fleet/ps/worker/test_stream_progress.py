@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from fleet.errors import ConfigError
@@ -52,3 +55,14 @@ def test_rows_of_a_batch_in_advance_need_ahead() -> None:
     progress.begin("clicks", {0: 0})
     with pytest.raises(ConfigError, match="stream 'clicks'.*ahead=1"):
         progress.check_ahead()
+
+
+def test_a_step_that_is_repeated_is_no_part_of_the_next_push() -> None:
+    progress = StreamProgress(Resumption(again=((3, {}),)), step=9)
+    done: list[str] = []
+    exchange: Any = SimpleNamespace(put=lambda *given: done.append("put"), flush=lambda: done.append("flush"))
+    client: Any = SimpleNamespace(step=2)
+    progress.put(exchange, client, {})
+    assert (done, client.step) == (["put", "flush"], 9)
+    progress.put(exchange, client, {})
+    assert done == ["put", "flush", "put"]
