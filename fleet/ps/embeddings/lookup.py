@@ -97,7 +97,6 @@ class LocalRows:
 
     trains = False  # whether gradients are sent back
     asked = 0
-    table_id = 0
 
     def __init__(self, config: SparseTableConfig) -> None:
         self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
@@ -105,9 +104,6 @@ class LocalRows:
     def rows(self, keys: Keys) -> Rows:
         """Returns the rows of ``keys``; new ids get the initial weights that servers would give them."""
         return self.table.pull(keys)
-
-    def request(self, wanted: Mapping[int, Keys], is_next: bool) -> None:
-        """Does nothing: the rows are here."""
 
 
 class TrainedRows:
@@ -280,6 +276,7 @@ class RowLookup:
         """Refuses what would ask the servers, in a process that was forked from the worker: it has no connection."""
         if self.bring is not None:
             self.whole = self.bring = None
+        self.expect_nothing()
         if isinstance(self.source, TrainedRows):
             self.source.refuse(
                 f"{self.label}: its rows are on the parameter servers, and this process was forked from a worker, as "
@@ -432,25 +429,25 @@ def request_together(asked: Sequence[tuple[RowLookup, Keys]], is_next: bool) -> 
         For each lookup where its rows come; ``None`` where they are not on servers.
     """
     wanted: dict[Request, dict[int, list[Keys]]] = defaultdict(dict)
-    starts = []
+    parts: list[tuple[TrainedRows, slice] | None] = []
     for lookup, keys in asked:
         source = lookup.source
-        start = 0
-        if isinstance(source, TrainedRows):
-            before = wanted[source.request].setdefault(source.table_id, [])
-            start = sum(map(len, before))
-            before.append(keys)
-        starts.append(start)
+        if not isinstance(source, TrainedRows):
+            parts.append(None)
+            continue
+        before = wanted[source.request].setdefault(source.table_id, [])
+        start = sum(map(len, before))
+        before.append(keys)
+        parts.append((source, slice(start, start + len(keys))))
     coming = {request: request(_joined(tables), is_next) for request, tables in wanted.items()}
     found: list[RequestedRows | None] = []
-    for (lookup, keys), start in zip(asked, starts, strict=True):
-        source = lookup.source
-        rows = coming[source.request] if isinstance(source, TrainedRows) else None
-        if source is None or rows is None:
+    for one in parts:
+        if one is None:
             found.append(None)
-        else:
-            source.asked += len(keys)
-            found.append(RequestedRows(rows, source.table_id, slice(start, start + len(keys))))
+            continue
+        source, part = one
+        source.asked += part.stop - part.start
+        found.append(RequestedRows(coming[source.request], source.table_id, part))
     return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fleet
+from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.embeddings.batch_rows import BatchRows
 from fleet.ps.embeddings.lookup import TrainedRows
@@ -187,3 +188,13 @@ def test_ids_that_are_in_no_batch_are_searched_a_few_times(monkeypatch: pytest.M
     servers, _ = loop([ids(4, seed=seed) for seed in range(9)], [lambda x: x * 7])
     assert servers.lookups == [0] * 9
     assert len(searched) == 3
+
+
+def test_a_forked_process_takes_no_rows_that_the_worker_requested() -> None:
+    servers = Servers()
+    module = fleet.SparseEmbedding(DIM, name="t")
+    servers.connect(module, 0)
+    module.prefetch(ids(4))
+    module.lookup.leave()
+    with pytest.raises(ConfigError, match="was forked from a worker"):
+        module(ids(4))
