@@ -163,9 +163,8 @@ class WorkerConnection:
             return GeoExchange(client, self.exchanged, config.k_steps, self._train_dense)
         if config.mode == "half_async":
             return HalfAsyncExchange(client, self.exchanged, config.num_batches)
-        # A connection for each thread, as AsyncSender takes them.
-        count = config.sender.thread_pool_size + config.sender.independent_recv_thread
-        return AsyncExchange(client, self.exchanged, config.sender, [self.connect(i + 1) for i in range(count)])
+        others = [self.connect(number + 1) for number in range(config.sender.num_clients)]
+        return AsyncExchange(client, self.exchanged, config.sender, others)
 
     # -- rows ----------------------------------------------------------------------------------------------------
 

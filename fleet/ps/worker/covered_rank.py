@@ -114,8 +114,7 @@ class LostRanks:
 
     def _cover(self, rank: int) -> bool:
         process = secrets.randbits(64) | 1
-        count = self._config.thread_pool_size + self._config.independent_recv_thread
-        clients = [self._client.deputy(rank, number, process) for number in range(count + 1)]
+        clients = [self._client.deputy(rank, number, process) for number in range(self._config.num_clients + 1)]
         try:
             for client in clients:
                 client.open()

@@ -167,6 +167,11 @@ class SenderConfig:
     independent_recv_thread: bool = False
     min_send_grad_num_before_recv: int = 1
 
+    @property
+    def num_clients(self) -> int:
+        """How many clients the threads take, where parameters are received."""
+        return self.thread_pool_size + self.independent_recv_thread
+
     def __post_init__(self) -> None:
         for name in (
             "max_merge_var_num",
@@ -202,7 +207,7 @@ class AsyncSender:
         additive: Collection[int] = (),
         exchange: Callable[[Client, Push], None] | None = None,
     ) -> None:
-        wanted = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
+        wanted = config.thread_pool_size if receive is None else config.num_clients
         if len(clients) != wanted:
             raise ConfigError(f"AsyncSender: {len(clients)} clients for {wanted} threads; give each thread its own.")
         self.config = config

@@ -32,7 +32,7 @@ def shared_clients(service, count, **settings):
 
 
 def sending(service, config, receive=None, additive=(), **settings):
-    count = config.thread_pool_size + (config.independent_recv_thread and receive is not None)
+    count = config.thread_pool_size if receive is None else config.num_clients
     clients, pushes = shared_clients(service, count, **settings), []
     for number, client in enumerate(clients):
 
