@@ -44,6 +44,8 @@ class LooksUp(Protocol):
         """Returns what the lookup is given for ``ids``; raises for ids that it refuses."""
 
 
+# The tensors of one batch on the host, by their paths: a copy from a device makes the process wait for it.
+HostTensors: TypeAlias = dict[tuple[Any, ...], Tensor]
 # A module, and how often the batch was looked up in it before.
 _Call: TypeAlias = tuple[LooksUp, int]
 
@@ -57,8 +59,11 @@ class IdPlace:
     start: int = 0
     width: int = 0
 
-    def read(self, batch: Any) -> Tensor | None:
-        """Returns the ids of ``batch``, int64 or another type of integer; ``None`` where it has none there."""
+    def read(self, batch: Any, on_host: HostTensors) -> Tensor | None:
+        """Returns the ids of ``batch``, int64 or another type of integer; ``None`` where it has none there.
+
+        The tensor that has them is added to ``on_host`` or taken from there.
+        """
         for step in self.path:
             # A defaultdict would make what it lacks.
             if isinstance(batch, Mapping) and step not in batch:
@@ -70,11 +75,13 @@ class IdPlace:
         tensor = _tensor_of(batch)
         if tensor is None:
             return None
+        if self.path not in on_host:
+            on_host[self.path] = tensor.detach().cpu()
+        tensor = on_host[self.path]
         if self.width:
             if tensor.ndim <= self.dim or tensor.shape[self.dim] < self.start + self.width:
                 return None
             tensor = tensor.narrow(self.dim, self.start, self.width)
-        tensor = tensor.detach().cpu()
         return tensor.long() if tensor.is_floating_point() else tensor
 
 
@@ -169,11 +176,12 @@ class _IdPlaces:
         if call in self._given_up:
             return
         known = self.known.get(call)
-        is_right = known is not None and _has(known, batch, call[0], ids)
+        on_host: HostTensors = {}  # as the batch is now: the loop may have changed it
+        is_right = known is not None and _has(known, batch, on_host, call[0], ids)
         # Known ids may have come without a request, as those of the first batches.
         if is_right and not was_requested:
             return
-        place = known if is_right else self._search(call[0], ids, batch)
+        place = known if is_right else self._search(call[0], ids, batch, on_host)
         self._refused[call] += was_requested
         self._vain[call] += place is None
         if place is not None:
@@ -181,11 +189,12 @@ class _IdPlaces:
         if self._vain[call] >= _TRIES or self._refused[call] >= _REFUSALS:
             self._give_up(call, is_found=place is not None)
 
-    def _search(self, module: LooksUp, ids: Keys, batch: Any) -> IdPlace | None:
+    def _search(self, module: LooksUp, ids: Keys, batch: Any, on_host: HostTensors) -> IdPlace | None:
         places = _places(batch, len(ids))
         # Models read their features in order: the place behind the last one comes first.
         first = places.index(self._last) + 1 if self._last in places else 0
-        return next((place for place in (*places[first:], *places[:first]) if _has(place, batch, module, ids)), None)
+        ordered = (*places[first:], *places[:first])
+        return next((place for place in ordered if _has(place, batch, on_host, module, ids)), None)
 
     def _give_up(self, call: _Call, is_found: bool) -> None:
         self.known.pop(call, None)
@@ -209,8 +218,8 @@ class _IdPlaces:
         )
 
 
-def _has(place: IdPlace, batch: Any, module: LooksUp, ids: Keys) -> bool:
-    tensor = place.read(batch)
+def _has(place: IdPlace, batch: Any, on_host: HostTensors, module: LooksUp, ids: Keys) -> bool:
+    tensor = place.read(batch, on_host)
     if tensor is None:
         return False
     try:
@@ -247,9 +256,10 @@ class BatchRows:
         """Requests the rows of ``batch``, for the next step while this one is computed, or for this step."""
         calls: list[_Call] = []
         asked = []
+        on_host: HostTensors = {}
         for call, place in self._places.known.items():
             module = call[0]
-            tensor = place.read(batch)
+            tensor = place.read(batch, on_host)
             if tensor is None or not isinstance(module.lookup.source, TrainedRows):
                 continue
             try:

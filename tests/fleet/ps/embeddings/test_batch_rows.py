@@ -198,3 +198,16 @@ def test_a_forked_process_takes_no_rows_that_the_worker_requested() -> None:
     module.lookup.leave()
     with pytest.raises(ConfigError, match="was forked from a worker"):
         module(ids(4))
+
+
+def test_the_columns_of_a_tensor_are_copied_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = [0]
+    cpu = Tensor.cpu
+
+    def counted(tensor: Tensor) -> Tensor:
+        copies[0] += 1
+        return cpu(tensor)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    loop([ids(4, 8, seed=seed) for seed in range(6)], [lambda x, i=i: x[:, i] for i in range(8)])
+    assert copies[0] == 8 + 5  # of the first batch for each lookup, whose ids are searched; of the others one
