@@ -178,7 +178,7 @@ class GeoCommunicator:
         self._dense = dense or {}
         self._old_dense = {table_id: values.copy() for table_id, values in self._dense.items()}
         self._spare: dict[int, Rows] = {}  # memory for dense differences, then for pulled values
-        self._steps = self._exchanges = 0
+        self._steps = 0
         self._rows_change = threading.Lock()  # lookups in several threads of the script add rows
         # The last keys and their places, by table: a step trains the keys that it has read.
         self._found: dict[int, list[tuple[Keys, Places]]] = {}
@@ -301,7 +301,6 @@ class GeoCommunicator:
                     values[piece] += new[piece] - old[piece]
                     old[piece] = new[piece]
         self._spare = memory
-        self._exchanges += 1
 
 
 class _OwnRows:
