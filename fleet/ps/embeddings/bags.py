@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,11 +129,8 @@ def _taken_apart(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: 
         raise _Unfit(
             f"ids are {tuple(ids.shape)}; with combiner {combiner!r} they must be {form}, or flat with offsets."
         )
-    count = len(flat) // max(ids.shape[-1], 1)
-    length = ids.shape[-1]
-    if not length:
-        count = int(np.prod(ids.shape[:-1]))
-    return _bags(flat, np.arange(count, dtype=np.int64) * length, num_slots)
+    *bags, length = ids.shape
+    return _bags(flat, np.arange(math.prod(bags), dtype=np.int64) * length, num_slots)
 
 
 def keys_of_slots(bags: Bags, num_slots: int) -> Keys:
