@@ -94,11 +94,13 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
             if lookup.bring is not None:
                 lookup.bring(False)
             found = self._read(lookup.whole if trained else lookup.whole.detach(), input).to(device)
-            return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
+            return self._scaled(found)
         ids = self.keys_of(input)
         rows, places = self.lookup.find(ids, device, trained=trained)
         places = places.view(input.shape)
-        found = picked(rows, places)
+        return self._scaled(picked(rows, places))
+
+    def _scaled(self, found: Tensor) -> Tensor:
         return scale_gradient(found, len(found)) if self.scales and found.ndim > 1 else found
 
     def read_weight(self) -> Tensor | None:
@@ -114,11 +116,9 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         return self.lookup.whole
 
     def _read(self, rows: Tensor, input: Tensor) -> Tensor:
-        if input.dtype is not torch.int64 or input.device.type != "cpu":
-            input = input.detach().to("cpu", torch.int64)
         padding = -1 if self.padding_idx is None else self.padding_idx
         try:
-            return torch.embedding(rows, input, padding, False, True)
+            return torch.embedding(rows, _on_host(input), padding, False, True)
         except IndexError:
             self.keys_of(input)  # says which
             raise
@@ -134,9 +134,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
 
     def keys_of(self, input: Tensor) -> np.ndarray:
         """Returns the ids of ``input``, int64 [n]; raises IndexError for one that has no row."""
-        if input.dtype is not torch.int64 or input.device.type != "cpu":
-            input = input.detach().to("cpu", torch.int64)
-        ids: np.ndarray = np.ascontiguousarray(input.numpy()).reshape(-1)
+        ids: np.ndarray = np.ascontiguousarray(_on_host(input).numpy()).reshape(-1)
         # A negative id is a large one here.
         if len(ids) and int(np.maximum.reduce(ids.view(np.uint64))) >= self.num_embeddings:
             raise IndexError(
@@ -234,6 +232,11 @@ def has_rows(model: nn.Module) -> bool:
 def _has_hooks_of_the_script(weight: Tensor) -> bool:
     hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
     return any(not (getattr(hook, "func", hook).__module__ or "").startswith("fleet.") for hook in hooks)
+
+
+def _on_host(ids: Tensor) -> Tensor:
+    """Returns ``ids`` as int64 on the CPU, themselves where they are so already."""
+    return ids if ids.dtype is torch.int64 and ids.is_cpu else ids.detach().to("cpu", torch.int64)
 
 
 def _is_sparse(module: nn.Module) -> bool:
