@@ -14,6 +14,7 @@ from pathlib import Path
 from fleet.common.addresses import join_endpoint, split_endpoint
 from fleet.env import VARIABLES, Environment
 from fleet.errors import ConfigError
+from fleet.ps.wire.transport import stays_here
 
 LEVELS = (0, 1, 2, 3)
 
@@ -259,7 +260,7 @@ def thread_note(environment: Environment, server: str, num_workers: int) -> str:
 
     The launcher sets OMP_NUM_THREADS; started by hand, every process would use all cores of the machine at once.
     """
-    if environment.has("OMP_NUM_THREADS") or num_workers < 2 or not server.startswith(("127.", "localhost:", "[::1]")):
+    if environment.has("OMP_NUM_THREADS") or num_workers < 2 or not stays_here(server):
         return ""
     return (
         f"OMP_NUM_THREADS is not set: each of the {num_workers} workers on this machine uses every core; they crowd "

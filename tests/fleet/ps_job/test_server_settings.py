@@ -135,7 +135,8 @@ def test_seconds_are_above_0_and_finite(value: str) -> None:
 
 
 def test_workers_started_by_hand_on_one_machine_hear_of_their_threads() -> None:
-    assert "Set it to 1" in thread_note(Environment({}), "127.0.0.1:36001", 2)
+    for here in ("127.0.0.1:36001", "localhost:36001", "[::1]:36001", "unix:/tmp/server"):
+        assert "Set it to 1" in thread_note(Environment({}), here, 2)
     assert not thread_note(Environment({"OMP_NUM_THREADS": "2"}), "127.0.0.1:36001", 2)
     assert not thread_note(Environment({}), "10.0.0.1:36001", 2)
     assert not thread_note(Environment({}), "127.0.0.1:36001", 1)
