@@ -143,8 +143,7 @@ class Link:
             if request.change:
                 self._make_room()
             self._ensure()
-            request.tag = self._next_tag
-            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._take_tag()
             if request.change:
                 request.seq = self._next_seq
                 self._next_seq = self._next_seq + 1
@@ -204,8 +203,7 @@ class Link:
                 if not self._take_answer(limit_s):
                     return  # a request in progress keeps the lease
             if self._connection is not None:
-                ping = Request(Op.PING, tag=self._next_tag)
-                self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+                ping = Request(Op.PING, tag=self._take_tag())
                 self._pending.append(ping)
                 self._transmit(ping)
                 self._take_answer(limit_s)
@@ -257,6 +255,12 @@ class Link:
             self._hang_up()
 
     # -- the line ------------------------------------------------------------------------------------------------
+
+    def _take_tag(self) -> int:
+        """Returns the number by which the next answer is recognised, of 32 bits and never 0."""
+        tag = self._next_tag
+        self._next_tag = tag % 0xFFFFFFFF + 1
+        return tag
 
     def _transmit(self, request: Request) -> None:
         assert self._connection is not None
@@ -443,8 +447,7 @@ class Link:
             self._notify(f"{self.name} came back without {missing} changes that are no longer kept here")
         for request in again:
             request.done = False
-            request.tag = self._next_tag
-            self._next_tag = self._next_tag % 0xFFFFFFFF + 1
+            request.tag = self._take_tag()
         self._pending.extendleft(reversed(again))
 
     def created(self, table_ids: set[int]) -> None:
