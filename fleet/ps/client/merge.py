@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.ps.client.shards import Gradient
+from fleet.ps.client.shards import Gradient, Keys, Rows
 from fleet.ps.table.ids import sum_by_key
-
-Keys = NDArray[np.int64]
-Rows = NDArray[np.float32]
 
 
 def sum_by_id(ids: Keys, rows: Rows) -> tuple[Keys, Rows]:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fleet.errors import ConfigError
+from fleet.ps.client.shards import Keys
 from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
 
-Keys = NDArray[np.int64]
 WHOLE_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # An odd factor keeps the ids of one slot apart modulo 2**64, and small ids apart across slots.
 _SLOT_FACTOR = np.uint64(0x9E3779B97F4A7C15)
