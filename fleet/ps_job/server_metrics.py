@@ -25,7 +25,7 @@ from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
-from fleet.ps.server.measures import Measure, server_measures, worker_measures
+from fleet.ps.server.measures import Measure, RowRates, server_measures, worker_measures
 from fleet.trackers.page_trackers import write_record
 
 if TYPE_CHECKING:
@@ -301,11 +301,12 @@ def write_server_page(state: ServerState, index: int, environment: Environment) 
     ended = threading.Event()
 
     def write() -> None:
-        rates = _Rates(state)
+        rates = RowRates(state, time.monotonic())
         while True:
             with suppress(OSError):  # a full disk ends no server
                 record = _page_record(state)
-                record["totals"].update(rates.since_last())
+                pulled, pushed = rates.since_last(time.monotonic())
+                record["totals"].update(pulled_rows_per_s=pulled, pushed_rows_per_s=pushed)
                 write_record(path, record)
             if ended.wait(_PAGE_PERIOD_S):
                 return
@@ -320,25 +321,6 @@ def write_server_page(state: ServerState, index: int, environment: Environment) 
             path.unlink()
 
     return end
-
-
-class _Rates:
-    """Rows per second since the last look."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-        self._at = time.monotonic()
-        self._before = dict(state.counts)
-
-    def since_last(self) -> dict[str, float]:
-        at = time.monotonic()
-        counts = dict(self._state.counts)
-        seconds = max(at - self._at, 1e-3)
-        names = {"pulled_rows_per_s": "pulled", "pushed_rows_per_s": "rows"}
-        rates = {name: (counts[key] - self._before[key]) / seconds for name, key in names.items()}
-        self._at = at
-        self._before = counts
-        return rates
 
 
 def _page_record(state: ServerState) -> dict[str, dict[str, Any]]:

@@ -124,30 +124,42 @@ def _lag_measures(lags: Mapping[tuple[str, ...], float]) -> list[Measure]:
     return [Measure("stream_lag_events", "events that wait to be trained", label=label, samples=lags)] if lags else []
 
 
-class Summary:
-    """One line about a server: rows, memory, rows per second since the last line, queues, staleness."""
+class RowRates:
+    """Rows per second that a server gives out and changes."""
 
     def __init__(self, state: ServerState, now: float) -> None:
         self._state = state
         self._since = now
         self._before = dict(state.counts)
 
-    def line(self, now: float) -> str | None:
-        """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
+    def since_last(self, now: float) -> tuple[float, float]:
+        """Returns the rates of pulled and of pushed rows since the last call."""
         counts = dict(self._state.counts)
-        seconds = max(now - self._since, 1e-9)
-        pulled = counts["pulled"] - self._before["pulled"]
-        pushed = counts["rows"] - self._before["rows"]
+        seconds = max(now - self._since, 1e-3)
+        pulled, pushed = ((counts[name] - self._before[name]) / seconds for name in ("pulled", "rows"))
         self._since = now
         self._before = counts
+        return pulled, pushed
+
+
+class Summary:
+    """One line about a server: rows, memory, rows per second since the last line, queues, staleness."""
+
+    def __init__(self, state: ServerState, now: float) -> None:
+        self._state = state
+        self._rates = RowRates(state, now)
+
+    def line(self, now: float) -> str | None:
+        """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
+        pulled, pushed = self._rates.since_last(now)
         if not (pulled or pushed):
             return None
         found = {measure.name: measure for measure in server_measures(self._state)}
         rows, size = (sum(found[name].samples.values()) for name in ("table_rows", "table_bytes"))
         return (
             f"{rows:.0f} rows in {len(found['table_rows'].samples)} tables, {size / 1e6:.1f} MB "
-            f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {pulled / seconds:.0f} rows/s pulled, "
-            f"{pushed / seconds:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
+            f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {pulled:.0f} rows/s pulled, "
+            f"{pushed:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
             f"is {found['staleness_steps'].value:.0f} steps behind"
         )
 
