@@ -31,6 +31,7 @@ from _tables_model import (
     block,
     by_name,
     draw,
+    in_turn,
     names_of,
     plain_torch,
     step_of,
@@ -143,18 +144,16 @@ def measure(
     samples = draw(settings["tables"], settings["ids"], 1 + fleet.worker_index())
     found: dict[str, dict[str, list[Measured]]] = {}
     for size in settings["batches"]:
-        kept = found[str(size)] = {"plain": [], "served": []}
         batches = batches_of(samples, size, by_name)
-        for number in range(settings["blocks"] + 1):
-            for kind in sorted(steps, reverse=bool(number % 2)):
-                loader: Iterable[Batch] = batches
-                if kind == "served" and settings["variant"] == "prefetch":
-                    loader = fleet.prefetch(batches)
-                fleet.barrier_worker()
-                uncounted = UNCOUNTED_ASYNC if kind == "served" and settings["mode"] == "async" else UNCOUNTED
-                measured = block(steps[kind], loader, gauges, settings["seconds"], uncounted=uncounted)
-                if number:  # the first one warms up
-                    kept[kind].append(measured)
+
+        def measured(kind: str, batches: Iterable[Batch] = batches) -> Measured:
+            if kind == "served" and settings["variant"] == "prefetch":
+                batches = fleet.prefetch(batches)
+            fleet.barrier_worker()
+            uncounted = UNCOUNTED_ASYNC if kind == "served" and settings["mode"] == "async" else UNCOUNTED
+            return block(steps[kind], batches, gauges, settings["seconds"], uncounted=uncounted)
+
+        found[str(size)] = in_turn(steps, settings["blocks"], measured)
     return found
 
 

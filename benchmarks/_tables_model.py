@@ -129,3 +129,14 @@ def block(
             limit = start + seconds
     taken = time.perf_counter() - start
     return {"steps": done, "wall_s": taken, **{name: read() - before[name] for name, read in gauges.items()}}
+
+
+def in_turn(kinds: Iterable[str], count: int, measured: Callable[[str], Measured]) -> dict[str, list[Measured]]:
+    """Returns ``count`` blocks of each kind, measured in turn; a block of each before them warms up."""
+    found: dict[str, list[Measured]] = {kind: [] for kind in kinds}
+    for number in range(count + 1):
+        for kind in sorted(found, reverse=bool(number % 2)):
+            one = measured(kind)
+            if number:
+                found[kind].append(one)
+    return found

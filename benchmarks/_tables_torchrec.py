@@ -11,7 +11,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from _tables_model import (
     RATE,
     Batch,
     Clicks,
+    Gauges,
     Measured,
     batches_of,
     block,
     by_name,
     draw,
+    in_turn,
     names_of,
     plain_torch,
     step_of,
@@ -102,21 +105,31 @@ def measure(
     gauges = {"own_s": time.process_time}
     found: dict[str, dict[str, list[Measured]]] = {}
     for size in settings["batches"]:
-        kept = found[str(size)] = {"plain": [], "served": []}
         batches = {"plain": batches_of(samples, size, by_name), "served": batches_of(samples, size, jagged)}
         # A step needs both workers, so they agree on a number of steps that takes the time of a block.
         tried = block(steps["served"], batches["served"], gauges, steps=CALIBRATION_STEPS)
         agreed = torch.tensor(tried["steps"] / tried["wall_s"] * settings["seconds"])
         dist.all_reduce(agreed)
-        limits = {"served": {"steps": max(1, round(agreed.item() / NUM_WORKERS))}}
-        for number in range(settings["blocks"] + 1):
-            for kind in sorted(steps, reverse=bool(number % 2)):
-                dist.barrier()
-                limit = limits.get(kind, {"seconds": settings["seconds"]})
-                measured = block(steps[kind], batches[kind], gauges, **limit)
-                if number:  # the first one warms up
-                    kept[kind].append(measured)
+        limits = {
+            "served": {"steps": max(1, round(agreed.item() / NUM_WORKERS))},
+            "plain": {"seconds": settings["seconds"]},
+        }
+
+        measured = partial(together, steps, batches, limits, gauges)
+        found[str(size)] = in_turn(steps, settings["blocks"], measured)
     return found
+
+
+def together(
+    steps: Mapping[str, Callable[[Batch], None]],
+    batches: Mapping[str, Iterable[Batch]],
+    limits: Mapping[str, Mapping[str, float]],
+    gauges: Gauges,
+    kind: str,
+) -> Measured:
+    """Returns a block of one kind, which all workers begin together."""
+    dist.barrier()
+    return block(steps[kind], batches[kind], gauges, **limits[kind])
 
 
 if __name__ == "__main__":
