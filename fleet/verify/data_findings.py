@@ -56,10 +56,9 @@ def _same_inputs(many: Run, ranks: Sequence[int]) -> list[Finding]:
 def data_notes(many: Run, ranks: Sequence[int]) -> list[str]:
     """Returns what could not be looked at."""
     notes = []
-    batches = many.of_kind(ranks[0], "batch")
-    for key in sorted({batch["key"] for batch in batches}):
+    for key in sorted({batch["key"] for batch in many.of_kind(ranks[0], "batch")}):
         facts = _facts(many, ranks[0], key)
-        if facts.get("shuffles") and {b["round"] for b in batches if b["key"] == key} == {1}:
+        if facts.get("shuffles") and {batch["round"] for batch in _batches(many, ranks[0], key)} == {1}:
             notes.append(
                 f"The loader at {_place(key)} was not begun a second time within these steps, so the order of its "
                 "second epoch was not looked at; more --steps do."
@@ -69,6 +68,11 @@ def data_notes(many: Run, ranks: Sequence[int]) -> list[str]:
 
 def _facts(run: Run, rank: int, key: str) -> dict[str, Any]:
     return next((one for one in run.of_kind(rank, "loader") if one["key"] == key), {})
+
+
+def _batches(run: Run, rank: int, key: str) -> list[dict[str, Any]]:
+    """Returns the batches of one loader that ``rank`` trained with."""
+    return [batch for batch in run.of_kind(rank, "batch") if batch["key"] == key]
 
 
 def _place(key: str) -> str:
@@ -89,7 +93,7 @@ def _repeated(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict[st
     """Returns a finding where workers got the same samples in one epoch."""
     holders: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
     for rank in ranks:
-        for batch in (b for b in many.of_kind(rank, "batch") if b["key"] == key):
+        for batch in _batches(many, rank, key):
             indices = batch["samples"] or [None] * len(batch["rows"])
             for index, row in zip(indices, batch["rows"], strict=False):
                 holders[batch["round"], index, row].setdefault(rank, batch)
@@ -120,13 +124,7 @@ def _repeated(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict[st
 def _have_rows_by_chance(many: Run, ranks: Sequence[int], key: str) -> bool:
     """Returns whether the data repeats rows, such as small numbers, and the workers had them in other numbers."""
     counts = [
-        Counter(
-            (batch["round"], row)
-            for batch in many.of_kind(rank, "batch")
-            if batch["key"] == key
-            for row in batch["rows"]
-        )
-        for rank in ranks
+        Counter((batch["round"], row) for batch in _batches(many, rank, key) for row in batch["rows"]) for rank in ranks
     ]
     return any(max(own.values(), default=0) > 1 for own in counts) and any(own != counts[0] for own in counts)
 
@@ -192,7 +190,7 @@ def _overlapping(many: Run, ranks: Sequence[int], key: str, facts: Sequence[dict
     """Returns a finding where workers got some of the same rows of iterable data, which has no indices."""
     if not facts[0].get("iterable"):
         return []
-    batches = [[batch for batch in many.of_kind(rank, "batch") if batch["key"] == key] for rank in ranks]
+    batches = [_batches(many, rank, key) for rank in ranks]
     twice: list[str] = []
     for number in sorted({batch["round"] for batch in batches[0]}):
         passes = [[batch["rows"] for batch in own if batch["round"] == number] for own in batches]
@@ -247,14 +245,14 @@ def _left_out(key: str, facts: Sequence[dict[str, Any]], alone: dict[str, Any]) 
 
 def _uneven_epochs(many: Run, ranks: Sequence[int], key: str) -> list[Finding]:
     """Returns a finding where a worker began another epoch after fewer batches than another one had in this."""
-    counts = [Counter(b["round"] for b in many.of_kind(rank, "batch") if b["key"] == key) for rank in ranks]
+    counts = [Counter(batch["round"] for batch in _batches(many, rank, key)) for rank in ranks]
     for number in sorted(counts[0]):
         ended = [own[number] for own in counts if max(own, default=0) > number]
         most = max(own[number] for own in counts)
         if not ended or min(ended) == most:
             continue
         few = next(i for i, own in enumerate(counts) if own[number] == min(ended))
-        batch = next(b for b in many.of_kind(ranks[few], "batch") if b["key"] == key and b["round"] > number)
+        batch = next(batch for batch in _batches(many, ranks[few], key) if batch["round"] > number)
         return [
             Finding(
                 cause="ranks-take-different-numbers-of-steps",
@@ -276,7 +274,7 @@ def _same_order(many: Run, rank: int, key: str, facts: dict[str, Any]) -> list[F
     if not facts.get("shuffles"):
         return []
     epochs: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for batch in (b for b in many.of_kind(rank, "batch") if b["key"] == key):
+    for batch in _batches(many, rank, key):
         epochs[batch["round"]].append(batch)
     rounds = sorted(epochs)
     for before, after in zip(rounds, rounds[1:], strict=False):
