@@ -66,11 +66,13 @@ class ReplayedBatches:
         self._files = 0
         self._padded = False
         self._table = _table_of(self.sources)
-        self._workers_keys = {one["key"] for path in self.sources[:1] for one in read_record(path, "loader")}
-        over = [one for path in self.sources[:1] for kind in ("round_end", "last") for one in read_record(path, kind)]
-        self._over = {(one["key"], one["round"]) for one in over}  # loops that came to the end of their loader
+        first = read_record(self.sources[0], "loader", "round_end", "last") if self.sources else []
+        loaders = [one for one in first if one["kind"] == "loader"]
+        self._workers_keys = {one["key"] for one in loaders}
+        # Loops that came to the end of their loader.
+        self._over = {(one["key"], one["round"]) for one in first if one["kind"] != "loader"}
         turns = len(self.sources) if in_turn else 1
-        self.lengths = {key: turns * length for key, length in _lengths_of(self.sources).items()}
+        self.lengths = {one["key"]: turns * one["length"] for one in loaders if one["length"] is not None}
 
     @property
     def has_begun(self) -> bool:
@@ -313,15 +315,6 @@ def _table_of(sources: Sequence[Path]) -> list[dict[tuple[str, int], list[dict[s
             table.setdefault((one["key"], one["round"]), []).append(one)
         tables.append(table)
     return tables
-
-
-def _lengths_of(sources: Sequence[Path]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for source in sources[:1]:
-        for one in read_record(source, "loader"):
-            if one["length"] is not None:
-                found[one["key"]] = one["length"]
-    return found
 
 
 def _facts(loader: Any) -> dict[str, Any]:
