@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from fleet.verify.worker_findings import differing
+
 # Name, digest in one process, digest of the whole tensor on the workers.
 Pair: TypeAlias = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -85,14 +87,7 @@ def cause_after_backward(
 
 def _were_exchanged(backs: Sequence[dict[str, dict[str, Any]]]) -> bool:
     """Returns whether the gradients after the backward pass are equal copies, or parts of whole tensors."""
-    for name, first in backs[0].items():
-        for own in backs[1:]:
-            other = own.get(name)
-            if other is None or other["part"] != first["part"]:
-                continue
-            if not abs(other["p"] - first["p"]) <= 1e-5 * max(first["s"], other["s"]) ** 0.5:
-                return False
-    return True
+    return all(differing([own[name] for own in backs if name in own], 1e-5) is None for name in backs[0])
 
 
 def _have_one_share(pairs: Sequence[Pair], backs: Sequence[dict[str, dict[str, Any]]]) -> bool:
