@@ -64,7 +64,9 @@ class FleetEngine(TrainingEngine):
         if super().is_wrapper(module):
             return True
         session = running_session()
-        inner = [model.module for model in session.models] if session is not None else []
+        if session is None:
+            return False
+        inner = [model.module for model in session.models]
         held = {id(one) for one in module.modules()}
         return not any(module is one for one in inner) and any(id(one) in held for one in inner)
 
