@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 
 from fleet.errors import ConfigError
 
@@ -48,8 +49,8 @@ def split_list(text: str | None) -> list[str]:
 
 def check_distinct(items: list[str], source: str) -> None:
     """Raises ConfigError when an item occurs twice."""
-    for item in items:
-        if items.count(item) > 1:
+    for item, count in Counter(items).items():
+        if count > 1:
             raise ConfigError(f"{source} names {item!r} twice; each must differ.")
 
 

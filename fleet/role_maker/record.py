@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -126,6 +127,6 @@ def check_rank(rank: int, world_size: int, rank_name: str, world_name: str) -> N
 def check_endpoints(endpoints: tuple[str, ...], name: str) -> None:
     """Raises ConfigError for a malformed or duplicate endpoint."""
     read_hosts(endpoints, name)
-    twice = sorted({endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1})
+    twice = sorted(endpoint for endpoint, count in Counter(endpoints).items() if count > 1)
     if twice:
         raise ConfigError(f"{name} holds {twice!r} more than once; every process needs a different address.")
