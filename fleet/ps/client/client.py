@@ -55,6 +55,7 @@ from fleet.ps.wire.messages import (
     TablePart,
     control_body,
     decode_control,
+    each_table,
     encode_parts,
     places_of_rows,
 )
@@ -97,7 +98,7 @@ def fill(
         ticket.reached = header.step if ticket.reached is None else min(ticket.reached, header.step)
         answered = rows_of_answer(header, body)
         if changed is not None:
-            found = [(part.table_id, part.ids, part.rows) for part in answered]
+            found = [(part.table_id, part.ids, part.rows) for part in each_table(answered)]
             changed({key: (ids, rows) for key, ids, rows in found if ids is not None and rows is not None})
             answered = [part for part in answered if part.ids is None]
         if len(answered) != len(share):
@@ -403,7 +404,7 @@ class Client:
 
         def take(header: Header, body: memoryview) -> None:
             lacking.append(header.step > 0)
-            for part in rows_of_answer(header, body):
+            for part in each_table(rows_of_answer(header, body)):
                 if part.ids is None or part.rows is None or part.table_id not in found:
                     raise MessageError(f"an unexpected answer for table {part.table_id}.")
                 # Copies: the buffer of the answer is used again for the next one.

@@ -8,7 +8,7 @@ import numpy as np
 
 from fleet.ps.server.job_state import Refused
 from fleet.ps.server.server_state import ServerState
-from fleet.ps.wire.messages import TablePart
+from fleet.ps.wire.messages import TablePart, join_parts
 
 
 def added_rows(
@@ -44,7 +44,7 @@ def watched_rows(
 
 
 def rows_after_push(state: ServerState, rank: int, client_id: int, number: int, room: int) -> list[TablePart]:
-    """Returns, of each table that a worker watches, the rows that anybody changed, once push ``number`` is applied.
+    """Returns, of the tables that a worker watches, the rows that anybody changed, once push ``number`` is applied.
 
     The worker must read an absent table once as a whole: this server has forgotten its questions for it, or the rows
     take more than ``room`` bytes.
@@ -66,21 +66,25 @@ def rows_after_push(state: ServerState, rank: int, client_id: int, number: int, 
 def _rows(
     state: ServerState, rank: int, number: int, asked: Sequence[TablePart], client_id: int | None = None
 ) -> list[TablePart]:
-    answers = []
+    questions = [part for part in asked if part.ids is None]
+    alike: dict[tuple[int, bool], list[TablePart]] = {}
     for part in asked:
-        table = state.table(part.table_id)
-        question = part
         if part.ids is not None:
             with state.job.changed:
                 if client_id is not None:
                     state.job.check_holds(state.job.workers[rank], client_id)
                 keys = state.job.recorder.take(rank, part.table_id, number)
-            question = TablePart(part.table_id, len(keys), part.dim, keys)
+            kind = (part.dim, state.table(part.table_id).keeps_shows)
+            alike.setdefault(kind, []).append(TablePart(part.table_id, len(keys), part.dim, keys))
+    questions += map(join_parts, alike.values())
+    answers = []
+    for question in questions:
+        table = state.served(question)
         table.check(question, change=False)
         rows = np.empty(table.pull_shape(question), np.float32)
         table.pull(question, rows, create=False)
         dim = 1 if question.ids is None else question.dim
-        answers.append(TablePart(part.table_id, question.n, dim, question.ids, rows))
+        answers.append(TablePart(question.table_id, question.n, dim, question.ids, rows, members=question.members))
     return answers
 
 

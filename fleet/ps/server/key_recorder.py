@@ -70,7 +70,7 @@ class KeyRecorder:
         self._pending: dict[tuple[int, int], _KeySet] = {}
         self._held: dict[tuple[int, int], _KeySet] = {}
         self._numbers: dict[tuple[int, int], int] = {}
-        self._watched: dict[tuple[int, int], int] = {}  # since which question
+        self._watched: dict[int, dict[int, int]] = {}  # by table, the readers, each since which question
         self.takes = 0  # so far
 
     def watch(self, reader: int, table_id: int, number: int) -> bool:
@@ -78,17 +78,18 @@ class KeyRecorder:
 
         What was noted before is dropped then: the reader must read all rows.
         """
-        place = (reader, table_id)
-        if place not in self._watched:
-            self._omit(place)
-            self._watched[place] = number
-        return self._watched[place] == number
+        readers = self._watched.setdefault(table_id, {})
+        if reader not in readers:
+            self._omit((reader, table_id))
+            readers[reader] = number
+        return readers[reader] == number
 
     def end_watch(self, reader: int) -> None:
         """Notes no more pushes for ``reader``, which has left or is not heard."""
-        for place in [place for place in self._watched if place[0] == reader]:
-            del self._watched[place]
-            self._omit(place)
+        for table_id in self.watched_by(reader):
+            del self._watched[table_id][reader]
+            self._omit((reader, table_id))
+        self._watched = {table_id: readers for table_id, readers in self._watched.items() if readers}
 
     def _omit(self, place: tuple[int, int]) -> None:
         for kept in (self._pending, self._held, self._numbers):
@@ -101,11 +102,11 @@ class KeyRecorder:
 
     def watching(self, table_id: int) -> list[int]:
         """Returns who watches a table."""
-        return [reader for reader, watched in self._watched if watched == table_id]
+        return list(self._watched.get(table_id, ()))
 
     def watched_by(self, reader: int) -> list[int]:
         """Returns which tables ``reader`` watches."""
-        return [table_id for one, table_id in self._watched if one == reader]
+        return [table_id for table_id, readers in self._watched.items() if reader in readers]
 
     def mark(self, readers: Iterable[int], table_id: int, keys: Keys) -> None:
         """Notes for ``readers`` that ``keys`` have changed; the array is kept and must not change afterwards."""
@@ -156,7 +157,8 @@ class KeyRecorder:
     def capture(self) -> dict[tuple[int, int], Keys]:
         """Returns the ids each reader may not have yet, by (reader, table); not those of who watches a table."""
         captured = {}
-        for place in {*self._pending, *self._held} - self._watched.keys():
+        watched = {(reader, table_id) for table_id, readers in self._watched.items() for reader in readers}
+        for place in {*self._pending, *self._held} - watched:
             found = [kept[place].sorted() for kept in (self._pending, self._held) if place in kept]
             keys = found[0] if len(found) == 1 else np.unique(np.concatenate(found))
             if len(keys):
