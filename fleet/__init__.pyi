@@ -535,8 +535,8 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
     The rows of each batch are requested before the model looks them up: in async and geo mode, and with
     ``max_staleness`` of 1 or more, those of the next batch while this one is computed; else those of this batch
     with its first lookup, so the step sees what it would see without. In the first two batches, lookups show which
-    tensors, or columns, of a batch are the ids of which table; ids that are computed inside the model are still
-    requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
+    tensors, columns or features of a batch are the ids of which table; ids that are computed inside the model are
+    still requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
     batch of another form costs a message and changes no result; after eight such messages in turn, as in a loop
     that hashes the ids of its batches, nothing is requested for that lookup any more, which is said too. A
     request creates rows as a lookup does.
@@ -548,8 +548,8 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
     Without parameter servers the batches pass through, with a warning.
 
     Args:
-        loader: any iterable of batches: tensors and arrays, alone or in dicts, lists, tuples and dataclasses. Its
-            attributes are those of the result.
+        loader: any iterable of batches: tensors, jagged ones too, arrays and TorchRec's ``KeyedJaggedTensor``,
+            alone or in dicts, lists, tuples and dataclasses. Its attributes are those of the result.
 
     Raises:
         NotInitializedError: the loop begins before ``fleet.init_worker()``.

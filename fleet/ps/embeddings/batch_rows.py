@@ -2,36 +2,31 @@
 
 [Note: How the ids of a batch are known before its lookups]
 Eager modules look up one table after the other, so a batch alone does not say which of its numbers are whose ids.
-While the loop works with a batch, each lookup is heard, and its ids are searched among the batch's tensors: a whole
-tensor, or neighbouring columns of it. The place that was found is where the next batch has the ids of that lookup. Each
-lookup compares its ids with those whose rows were requested, see [Note: Rows that were requested before their lookup],
-so a place that was right by chance costs a message and is searched anew. Ids that are in no batch are computed inside
-the model; after a few batches nobody searches for them any more. Nor are rows requested any longer of a lookup that
-has refused them in a few batches: its loop changes the ids of a batch, or steps between batch and lookup.
+While the loop works with a batch, each lookup is heard, and its ids are searched at the places of the batch that
+:mod:`fleet.ps.embeddings.id_places` lists. The place that was found is where the next batch has the ids of that lookup.
+Each lookup compares its ids with those whose rows were requested, see [Note: Rows that were requested before their
+lookup], so a place that was right by chance costs a message and is searched anew. Ids that are in no batch are computed
+inside the model; after a few batches nobody searches for them any more. Nor are rows requested any longer of a lookup
+that has refused them in a few batches: its loop changes the ids of a batch, or steps between batch and lookup.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
-from fleet.ps.embeddings.bags import WHOLE_TYPES
+from fleet.ps.embeddings.id_places import FoundIds, HostTensors, IdPlace, places_of, tensors_of
 from fleet.ps.embeddings.lookup import ExpectedRows, RowLookup, TrainedRows, expect_together
 
 _TRIES = 3  # batches in which the ids of a lookup are searched in vain
 _REFUSALS = 8  # requests in turn that were in vain: a barrier or a save makes two of them
-_DEPTH = 4  # of containers in a batch
-_ID_TYPES = (*WHOLE_TYPES, torch.uint64, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_LARGEST = 8  # bytes of such a number
 _END = object()
 
 
@@ -40,113 +35,12 @@ class LooksUp(Protocol):
 
     lookup: RowLookup
 
-    def keys_of(self, ids: Tensor) -> Keys:
+    def keys_of(self, ids: FoundIds) -> Keys:
         """Returns what the lookup is given for ``ids``; raises for ids that it refuses."""
 
 
-# The tensors of one batch on the host, by their paths: a copy from a device makes the process wait for it.
-HostTensors: TypeAlias = dict[tuple[Any, ...], Tensor]
 # A module, and how often the batch was looked up in it before.
 _Call: TypeAlias = tuple[LooksUp, int]
-
-
-@dataclass(frozen=True)
-class IdPlace:
-    """Where ids are in a batch: ``width`` columns of a tensor from ``start`` on along ``dim``; 0: the whole tensor."""
-
-    path: tuple[Any, ...]  # keys, indices and names of attributes
-    dim: int = 0
-    start: int = 0
-    width: int = 0
-
-    def read(self, batch: Any, on_host: HostTensors) -> Tensor | None:
-        """Returns the ids of ``batch``, int64 or another type of integer; ``None`` where it has none there.
-
-        The tensor that has them is added to ``on_host`` or taken from there.
-        """
-        for step in self.path:
-            # A defaultdict would make what it lacks.
-            if isinstance(batch, Mapping) and step not in batch:
-                return None
-            try:
-                batch = getattr(batch, step.name) if isinstance(step, _Attribute) else batch[step]
-            except (KeyError, IndexError, TypeError, AttributeError):
-                return None
-        tensor = _tensor_of(batch)
-        if tensor is None:
-            return None
-        if self.path not in on_host:
-            on_host[self.path] = tensor.detach().cpu()
-        tensor = on_host[self.path]
-        if self.width:
-            if tensor.ndim <= self.dim or tensor.shape[self.dim] < self.start + self.width:
-                return None
-            tensor = tensor.narrow(self.dim, self.start, self.width)
-        return tensor.long() if tensor.is_floating_point() else tensor
-
-
-@dataclass(frozen=True)
-class _Attribute:
-    name: str
-
-
-def _tensor_of(value: Any) -> Tensor | None:
-    """Returns ``value`` as a tensor if it may hold ids: integers, or floats, which some models cast."""
-    if isinstance(value, np.ndarray):
-        value = _shared_or_copied(value)
-    if not isinstance(value, Tensor) or value.dtype not in _ID_TYPES or value.requires_grad or value.is_meta:
-        return None
-    return value if value.layout is torch.strided and not value.is_nested else None
-
-
-def _shared_or_copied(array: NDArray[Any]) -> Tensor | None:
-    """Returns the numbers of an array as a tensor: a copy where torch cannot share its memory."""
-    kind = array.dtype
-    if kind.kind not in "iuf" or kind.itemsize > _LARGEST:
-        return None
-    steps_whole = all(stride >= 0 and stride % kind.itemsize == 0 for stride in array.strides)
-    if not (steps_whole and array.flags.writeable and kind.isnative):
-        array = np.array(array, kind.newbyteorder("="), order="C")
-    return torch.from_numpy(array)
-
-
-def _leaves(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yields the tensors of a batch with the way to each."""
-    tensor = _tensor_of(batch)
-    if tensor is not None:
-        yield path, tensor
-    elif len(path) < _DEPTH:
-        for step, value in _members(batch):
-            yield from _leaves(value, (*path, step))
-
-
-def _members(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, list | tuple):
-        return enumerate(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(_Attribute(field.name), getattr(value, field.name, None)) for field in fields(value)]
-    return ()
-
-
-def _places(batch: Any, count: int) -> list[IdPlace]:
-    """Returns where a batch has ``count`` ids or, where padding is left out of them, more."""
-    found = []
-    for path, tensor in _leaves(batch):
-        if tensor.numel() >= count:
-            found.append(IdPlace(path))
-        for dim in sorted({1, tensor.ndim - 1} - {0}) if tensor.ndim > 1 else ():
-            size = tensor.shape[dim]
-            each = tensor.numel() // max(size, 1)
-            widths = {1, count // each if each and not count % each else 1}
-            found += [
-                IdPlace(path, dim, start, width)
-                for width in sorted(widths)
-                for start in range(size - width + 1)
-                if each * width >= count
-            ]
-    return found
 
 
 class _IdPlaces:
@@ -190,7 +84,7 @@ class _IdPlaces:
             self._give_up(call, is_found=place is not None)
 
     def _search(self, module: LooksUp, ids: Keys, batch: Any, on_host: HostTensors) -> IdPlace | None:
-        places = _places(batch, len(ids))
+        places = places_of(batch, len(ids))
         # Models read their features in order: the place behind the last one comes first.
         first = places.index(self._last) + 1 if self._last in places else 0
         ordered = (*places[first:], *places[:first])
@@ -209,8 +103,8 @@ class _IdPlaces:
             "other rows than were requested when the loop took the batch: the loop changes the ids afterwards, or "
             "takes a step between batch and lookup"
             if is_found
-            else "ids that no batch holds: no tensor of the batch that the loop took last, in dicts, lists, tuples or "
-            "dataclasses. So they are computed in the model, or are those of another batch"
+            else "ids that no batch holds: no tensor of the batch that the loop took last, in dicts, lists, tuples, "
+            "dataclasses or KeyedJaggedTensors. So they are computed in the model, or are those of another batch"
         )
         self._say(
             f"fleet.prefetch(): {module.lookup.label} looks up {reason}. Such rows are requested at each lookup, in a "
@@ -219,11 +113,11 @@ class _IdPlaces:
 
 
 def _has(place: IdPlace, batch: Any, on_host: HostTensors, module: LooksUp, ids: Keys) -> bool:
-    tensor = place.read(batch, on_host)
-    if tensor is None:
+    found = place.read(batch, on_host)
+    if found is None:
         return False
     try:
-        return np.array_equal(module.keys_of(tensor), ids)
+        return np.array_equal(module.keys_of(found), ids)
     except (IndexError, ConfigError):  # numbers that are no ids of this module
         return False
 
@@ -259,16 +153,16 @@ class BatchRows:
         on_host: HostTensors = {}
         for call, place in self._places.known.items():
             module = call[0]
-            tensor = place.read(batch, on_host)
-            if tensor is None or not isinstance(module.lookup.source, TrainedRows):
+            found = place.read(batch, on_host)
+            if found is None or not isinstance(module.lookup.source, TrainedRows):
                 continue
             try:
-                asked.append((module.lookup, module.keys_of(tensor)))
+                asked.append((module.lookup, module.keys_of(found)))
             except (IndexError, ConfigError):
                 continue  # the lookup says what is wrong, at the line of the model
             calls.append(call)
-        found = zip(calls, expect_together(asked, is_next), strict=True)
-        return [(call, expected) for call, expected in found if expected is not None]
+        requested = zip(calls, expect_together(asked, is_next), strict=True)
+        return [(call, expected) for call, expected in requested if expected is not None]
 
     def begin(self, batch: Any, requested: list[_Requested] | None = None) -> None:
         """Hears the lookups from here on: the loop works with ``batch``, and the rows of the last one are forgotten.
@@ -393,7 +287,7 @@ def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[An
 
 def _ahead(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:
     """Yields ``batch`` and the others, each when the rows of the one behind it were requested."""
-    first = {path: tensor.clone() for path, tensor in _leaves(batch)}
+    first = {path: tensor.clone() for path, tensor in tensors_of(batch).items()}
     coming: list[_Requested] = []
     try:
         while batch is not _END:
@@ -419,7 +313,7 @@ def _ahead(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]
 
 def _check_unchanged(batch: Any, values: Mapping[tuple[Any, ...], Tensor]) -> None:
     """Raises ConfigError where the loader has written the next batch over ``batch``, whose tensors had ``values``."""
-    now = dict(_leaves(batch))
+    now = tensors_of(batch)
     if any(path not in now or not _are_equal(now[path], tensor) for path, tensor in values.items()):
         raise ConfigError(
             "fleet.prefetch(loader) reads one batch ahead of the loop, and this loader gives the memory of one batch "

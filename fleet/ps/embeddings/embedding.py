@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, flat_ids, keys_of_slots
+from fleet.ps.embeddings.jagged_ids import JaggedIds
 from fleet.ps.embeddings.lookup import LocalRows, RowLookup, RowSource
 from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain
 from fleet.ps.table.accessor import Accessor
@@ -227,11 +228,13 @@ class SparseEmbedding(WatchesWeight):
         """
         self.lookup.prefetch(self.take_apart(ids, offsets, counts=False).keys)
 
-    def keys_of(self, ids: Tensor) -> np.ndarray:
+    def keys_of(self, ids: Tensor | JaggedIds) -> np.ndarray:
         """Returns the keys that a forward with ``ids`` looks up, also of flat ids whose offsets are elsewhere."""
+        values = ids.values if isinstance(ids, JaggedIds) else ids
         if self.separate_slots:
-            return self.take_apart(ids, counts=False).keys
-        flat = flat_ids(ids)
+            starts = ids.starts() if isinstance(ids, JaggedIds) and self.combiner != "none" else None
+            return self.take_apart(values, starts, counts=False).keys
+        flat = flat_ids(values)
         return flat if self.padding_idx is None else flat[flat != self.padding_idx]
 
     def load(self, dirname: str, name: str | None = None) -> int:

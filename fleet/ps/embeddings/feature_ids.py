@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.embeddings.embedding import Ids
+from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, jagged_ids
 
 # Ids of one feature: as SparseEmbedding takes them, with offsets where they have some.
 IdsAndOffsets: TypeAlias = tuple[Ids, Tensor | None]
-
-
-@runtime_checkable
-class KeyedIds(Protocol):
-    """The ids of several features one behind the other, as in TorchRec's ``KeyedJaggedTensor``.
-
-    It may have a method ``stride_per_key``, the number of samples of each feature, where these differ.
-    """
-
-    def keys(self) -> Sequence[str]:
-        """Returns the names of the features."""
-
-    def values(self) -> Tensor:
-        """Returns the ids, feature by feature and sample by sample, int64 [n]."""
-
-    def lengths(self) -> Tensor:
-        """Returns the number of ids of each feature and sample."""
-
-    def offsets_per_key(self) -> Sequence[int]:
-        """Returns where each feature begins in the values, and where the last one ends."""
 
 
 FeatureIds: TypeAlias = "Mapping[str, Any] | KeyedIds"
@@ -61,34 +40,16 @@ def by_name(ids: FeatureIds, combines: Mapping[str, bool], origin: str) -> dict[
     return {name: _with_offsets(ids[name], does) for name, does in combines.items() if name in ids}
 
 
-@dataclass(frozen=True)
-class _Bags:
-    """Ids of one feature, one behind the other, and where those of each sample begin."""
-
-    values: Tensor
-    starts: Tensor
-
-
 def _with_offsets(ids: Any, combines: bool) -> IdsAndOffsets:
-    if isinstance(ids, Tensor) and not ids.is_nested:
-        return ids, None
     if isinstance(ids, tuple) and len(ids) == 2 and isinstance(ids[0], Tensor) and isinstance(ids[1], Tensor):
         return ids
-    if isinstance(ids, Tensor) and not (ids.layout is torch.jagged and _is_plain(ids)):
-        return list(ids.unbind()), None
-    if hasattr(ids, "offsets") and hasattr(ids, "values"):  # a jagged tensor, or a JaggedTensor of TorchRec
-        ids = _Bags(ids.values(), ids.offsets()[:-1])
-    if isinstance(ids, _Bags):
-        return ids.values, ids.starts if combines else None
-    return ids, None
+    found = ids if isinstance(ids, JaggedIds) else jagged_ids(ids)
+    if found is None:
+        return ids, None
+    return found.values, found.starts() if combines else None
 
 
-def _is_plain(jagged: Any) -> bool:
-    """Returns whether a jagged tensor is [batch, j], and its values are its ids and nothing else."""
-    return jagged.dim() == 2 and jagged._ragged_idx == 1 and jagged._lengths is None
-
-
-def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, _Bags]:
+def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, JaggedIds]:
     if not isinstance(ids, KeyedIds):
         raise ConfigError(
             f"{origin} takes the ids of its features by name, as in {{'user': tensor}}, or a KeyedJaggedTensor; "
@@ -103,14 +64,4 @@ def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, _Bags]:
         )
     if len(set(names)) < len(names):
         raise ConfigError(f"{origin} received the features {names}; each name may occur once.")
-    values = ids.values()
-    lengths = ids.lengths().detach().cpu().reshape(-1)
-    starts = list(ids.offsets_per_key())
-    strides = list(getattr(ids, "stride_per_key", lambda: [len(lengths) // max(len(names), 1)] * len(names))())
-    found: dict[str, _Bags] = {}
-    first = 0
-    for name, start, stop, stride in zip(names, starts[:-1], starts[1:], strides, strict=True):
-        own = lengths[first : first + stride].long()
-        found[name] = _Bags(values[start:stop], own.cumsum(0) - own)
-        first += stride
-    return found
+    return features_of(ids)

@@ -16,6 +16,7 @@ from fleet.common.outside_graphs import outside_graphs
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.ps.client.shards import Gradient
 from fleet.ps.embeddings.embedding import scale_gradient
+from fleet.ps.embeddings.jagged_ids import JaggedIds
 from fleet.ps.embeddings.lookup import RowLookup
 from fleet.ps.embeddings.row_sums import picked
 from fleet.ps.embeddings.served_weight import WatchesWeight, as_plain, no_hook
@@ -132,9 +133,10 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
         if self.lookup.whole is None:
             self.lookup.prefetch(ids)
 
-    def keys_of(self, input: Tensor) -> np.ndarray:
+    def keys_of(self, input: Tensor | JaggedIds) -> np.ndarray:
         """Returns the ids of ``input``, int64 [n]; raises IndexError for one that has no row."""
-        ids: np.ndarray = np.ascontiguousarray(_on_host(input).numpy()).reshape(-1)
+        values = input.values if isinstance(input, JaggedIds) else input
+        ids: np.ndarray = np.ascontiguousarray(_on_host(values).numpy()).reshape(-1)
         # A negative id is a large one here.
         if len(ids) and int(np.maximum.reduce(ids.view(np.uint64))) >= self.num_embeddings:
             raise IndexError(

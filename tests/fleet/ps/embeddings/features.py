@@ -52,7 +52,7 @@ class Keyed:
     def lengths(self) -> Tensor:
         return torch.tensor([len(bag) for bags in self.parts.values() for bag in bags], dtype=torch.int32)
 
-    def offsets_per_key(self) -> list[int]:
+    def offset_per_key(self) -> list[int]:
         return np.cumsum([0, *(sum(map(len, bags)) for bags in self.parts.values())]).tolist()
 
     def stride_per_key(self) -> list[int]:

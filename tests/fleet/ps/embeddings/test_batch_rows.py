@@ -16,7 +16,9 @@ import fleet
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys, Rows
 from fleet.ps.embeddings.batch_rows import BatchRows
+from fleet.ps.embeddings.jagged_ids import features_of, jagged_ids
 from fleet.ps.embeddings.lookup import TrainedRows
+from tests.fleet.ps.embeddings.features import Keyed
 
 DIM = 2
 
@@ -65,6 +67,15 @@ class Record:
     label: Any
 
 
+def jagged(seed: int, layout: torch.layout = torch.jagged) -> Tensor:
+    return torch.nested.nested_tensor([ids(size, seed=seed + size) for size in (2, 0, 3)], layout=layout)
+
+
+def keyed(seed: int) -> Keyed:
+    """Features whose lengths differ from batch to batch."""
+    return Keyed({name: [ids(size, seed=seed + 50 * size).tolist() for size in (1, seed + 2)] for name in ("a", "b")})
+
+
 def ids(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 10**6, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -104,10 +115,27 @@ FORMS: dict[str, tuple[Any, list[Any]]] = {
     "a dataclass": (lambda seed: Record(ids(4, seed=seed), torch.ones(4)), [lambda x: x.ids]),
     "a mapping of one's own": (lambda seed: UserDict(user=ids(4, seed=seed)), [lambda x: x["user"]]),
     "an array": (lambda seed: {"user": ids(4, seed=seed).numpy()}, [lambda x: torch.from_numpy(x["user"])]),
+    "a jagged tensor": (lambda seed: {"tags": jagged(seed)}, [lambda b: b["tags"].values()]),
+    "a nested tensor": (
+        lambda seed: {"tags": jagged(seed, torch.strided)},
+        [lambda b: torch.cat(b["tags"].unbind())],
+    ),
+    "flat ids and offsets": (
+        lambda seed: {"tags": (ids(5, seed=seed), torch.tensor([0, 2]))},
+        [lambda b: b["tags"][0]],
+    ),
+    "a keyed jagged tensor": (
+        lambda seed: Record(keyed(seed), torch.ones(2)),
+        [
+            lambda b: b.ids.values()[b.ids.offset_per_key()[1] :],
+            lambda b: b.ids.values()[: b.ids.offset_per_key()[1]],
+        ],
+    ),
     "int32": (lambda seed: ids(4, 2, seed=seed).int(), [lambda x: x[:, 1]]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_rows_of_every_batch_but_the_first_come_in_one_message(form: str) -> None:
     make, reads = FORMS[form]
@@ -142,6 +170,35 @@ def test_slots_with_rows_of_their_own_are_requested_by_their_keys() -> None:
     batches = [ids(4, 2, seed=seed) for seed in range(3)]
     servers, _ = loop(batches, [lambda x: x], num_slots=2, separate_slots=True)
     assert servers.lookups == [0]
+
+
+@pytest.mark.parametrize("form", ["pair", "jagged", "keyed"])
+def test_slots_of_jagged_ids_are_requested_by_their_keys(form: str) -> None:
+    """The key of an id depends on the slot, and the slot on the offsets."""
+
+    def make(seed: int) -> Any:
+        bags = [ids(size, seed=seed + size) for size in (2, 0, 3, 1 + seed % 2)]
+        if form == "keyed":
+            return Keyed({"other": [[1]], "tags": [bag.tolist() for bag in bags]})
+        if form == "jagged":
+            return torch.nested.nested_tensor(bags, layout=torch.jagged)
+        return torch.cat(bags), torch.tensor([0, 2, 2, 5])
+
+    def read(batch: Any) -> tuple[Tensor, Tensor]:
+        found = features_of(batch)["tags"] if form == "keyed" else jagged_ids(batch)
+        return batch if found is None else (found.values, found.starts())
+
+    servers = Servers()
+    module = fleet.SparseEmbedding(DIM, name="t", num_slots=2, separate_slots=True, combiner="sum")
+    servers.connect(module, 0)
+    rows = BatchRows([module])
+    for seed in range(4):
+        batch = make(seed)
+        rows.begin(batch)
+        module(*read(batch))
+    rows.end()
+    assert servers.lookups == [0]
+    assert len(servers.requests) == 3
 
 
 def test_a_place_that_was_right_by_chance_is_searched_anew() -> None:

@@ -64,6 +64,6 @@ def test_a_keyed_jagged_tensor() -> None:
     del expected["user"]
     compare(made, alone, Keyed({"tags": JAGGED, "words": [[1]]}), {**expected, "words": ([[1]],)})
     without_strides = SimpleNamespace(
-        **{name: getattr(Keyed(parts), name) for name in ("keys", "values", "lengths", "offsets_per_key")}
+        **{name: getattr(Keyed(parts), name) for name in ("keys", "values", "lengths", "offset_per_key")}
     )
     compare(made, alone, without_strides, {name: (bags,) for name, bags in sorted(parts.items(), reverse=True)})
