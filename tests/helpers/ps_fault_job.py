@@ -28,7 +28,7 @@ import fleet as fleet_package
 from fleet import fleet
 from tests.helpers.served import _free_endpoints
 
-__all__ = ["IDS", "FaultJob", "Kill", "Training", "expected_tables", "plan_kills"]
+__all__ = ["IDS", "FaultJob", "Kill", "Task", "Training", "expected_tables", "plan_kills"]
 
 IDS = np.arange(60) * 10**12 + 7
 NUM_WORDS = 30
@@ -102,10 +102,41 @@ AfterStep = Callable[[int, int], None]  # is given the rank and the number of st
 
 
 @dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Args:
+        make: returns the model, which returns its loss.
+        batch_of: returns what the model is given, by rank and step.
+        tables_of: returns the tables of a connected model at the end.
+    """
+
+    make: Callable[[], nn.Module]
+    batch_of: Callable[[int, int], Any]
+    tables_of: Callable[[Any], dict[str, Tensor]]
+
+
+def _integer_batch(rank: int, step: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(values) for name, values in batch_of(rank, step).items()}
+
+
+def _integer_tables(model: Any) -> dict[str, Tensor]:
+    state = model.state_dict()
+    tables = {"words": state["words.weight"], "weight": state["out.weight"], "bias": state["out.bias"]}
+    return {"ads": model.module.ads.lookup_rows(torch.from_numpy(IDS)), **tables}
+
+
+INTEGERS = Task(IntegerModel, _integer_batch, _integer_tables)
+
+
+@dataclass(frozen=True)
 class Training:
     """How the processes train beside the mode.
 
     Args:
+        task: what they train.
+        prefetches: their loops are over ``fleet.prefetch``.
+        limit_s: after this time a process is taken for one that hangs.
         rate: of SGD; with 1 every sum is exact, in whatever order.
         configs: further keys of ``a_sync_configs``.
         after_step: called by each worker after each of its steps.
@@ -113,6 +144,9 @@ class Training:
             goes on.
     """
 
+    task: Task = INTEGERS
+    prefetches: bool = False
+    limit_s: int = LIMIT_S
     rate: float = 1.0
     configs: dict[str, Any] = field(default_factory=dict)
     after_step: AfterStep | None = None
@@ -123,7 +157,7 @@ def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: i
     """Is what every process does, from its start."""
     os.setsid()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(2 * LIMIT_S)  # whatever becomes of the test, this process ends
+    signal.alarm(2 * training.limit_s)  # whatever becomes of the test, this process ends
     log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -133,7 +167,7 @@ def _run(mode: str, variables: dict[str, str], folder: Path, name: str, steps: i
     torch.set_num_threads(1)
     role = fleet.PaddleCloudRoleMaker()
     fleet.init(role)
-    net = IntegerModel()
+    net = training.task.make()
     factory = fleet.StrategyFactory
     strategy = factory.create_sync_strategy() if mode == "sync" else factory.create_async_strategy()
     if mode != "sync":
@@ -184,8 +218,8 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int, training: Train
     after_step = training.after_step
     todo = _steps_to_do(optimizer, kept, steps, training)
     progress = os.open(folder / f"worker-{rank}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for step in todo:
-        batch = {name: torch.from_numpy(values) for name, values in batch_of(rank, step).items()}
+    batches: Iterable[tuple[int, Any]] = ((step, training.task.batch_of(rank, step)) for step in todo)
+    for step, batch in fleet.prefetch(batches) if training.prefetches else batches:
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -200,10 +234,7 @@ def _train(model: Any, optimizer: Any, folder: Path, steps: int, training: Train
     fleet.save_persistables(folder / "tables")
     if rank == 0:
         optimizer.state_dict()  # takes the parameters, to which the others have added since this worker's last step
-        state = model.state_dict()
-        tables = {"words": state["words.weight"], "weight": state["out.weight"], "bias": state["out.bias"]}
-        ads = model.module.ads.lookup_rows(torch.from_numpy(IDS))
-        torch.save({"ads": ads, **tables}, folder / "found.pt")
+        torch.save(training.task.tables_of(model), folder / "found.pt")
     fleet.stop_worker()
 
 

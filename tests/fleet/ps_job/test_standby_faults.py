@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import torch
 from tests.helpers.ps_fault_job import LIMIT_S, FaultJob, Kill, Training, expected_tables, plan_kills
 
 SERVERS, WORKERS, STEPS = 2, 2, 40
-TURNS, LONG = 8, 200
+TURNS, TURN = 8, 25  # steps of a turn
+PLAIN = Training()
 
 
 @pytest.mark.slow
@@ -49,36 +52,55 @@ def _say_when(rank: int, step: int) -> None:
 
 
 class TakingTurns(FaultJob):
-    """One server and its standby: whichever is killed loses its folder, comes back, and is the standby then."""
+    """Servers and their standbys: whichever is killed loses its folder, comes back, and is the standby then.
 
-    def __init__(self, folder: Path, mode: str) -> None:
-        training = Training(after_step=partial(_wait_near_the_end, str(folder / "turns-are-over")))
-        super().__init__(folder, mode, num_servers=1, num_workers=WORKERS, steps=LONG, standby=True, training=training)
+    The workers wait for each turn, and go on as soon as there is a whole pair, so that it is lost while they train.
+    """
+
+    def __init__(
+        self, folder: Path, mode: str, *, turns: int, num_servers: int = 1, training: Training = PLAIN
+    ) -> None:
+        wait = partial(_wait_for_turn, str(folder / "turns"), turns)
+        steps = TURN * (turns + 1)
+        super().__init__(
+            folder,
+            mode,
+            num_servers=num_servers,
+            num_workers=WORKERS,
+            steps=steps,
+            standby=True,
+            training=replace(training, after_step=wait),
+        )
         self.standby = False  # what is killed is started again
         self.led: list[str] = []
+        self.rng = random.Random(turns)
 
-    def epochs(self) -> dict[str, tuple[int, bool]]:
+    def epochs(self, index: int) -> dict[str, tuple[int, bool]]:
         """Returns the epoch of each of the two, and whether it leads; without those that have none."""
         found = {}
-        for name in ("server-0", "standby-0"):
+        for name in (f"server-{index}", f"standby-{index}"):
             with suppress(OSError, ValueError):
                 fields = json.loads((self.folder / "state" / name / "epoch.json").read_text())
                 found[name] = (fields["epoch"], fields["leads"])
         return found
 
-    def is_whole(self) -> bool:
+    def is_whole(self, index: int) -> bool:
         """Whether one leads and the other has joined it."""
-        epochs = self.epochs()
+        epochs = self.epochs(index)
         return len(epochs) == 2 and len({epoch for epoch, _ in epochs.values()}) == 1
 
     def kill(self, name: str) -> None:
         """Kills the one that leads, or its standby, once there is one; or lets the one that leads hand over."""
+        kind, _, number = name.partition("-")
+        index = int(number or 0)
         deadline = time.monotonic() + LIMIT_S
-        while not self.is_whole():
-            assert time.monotonic() < deadline, f"{self.epochs()}: {self.logs()}"
+        while not self.is_whole(index):
+            assert time.monotonic() < deadline, f"{self.epochs(index)}: {self.logs()}"
             time.sleep(0.02)
-        place = next(one for one, (_, leads) in self.epochs().items() if leads is (name != "follower"))
-        if name == "switch":
+        place = next(one for one, (_, leads) in self.epochs(index).items() if leads is (kind != "follower"))
+        with (self.folder / "turns").open("a") as turns:
+            turns.write(".")
+        if kind == "switch":
             self.led.append("")
             variables = self.variables[place]
             endpoint = f"{variables['POD_IP']}:{variables['PADDLE_PORT']}"
@@ -86,37 +108,41 @@ class TakingTurns(FaultJob):
             command = [sys.executable, "-m", "fleet.ps", "switch", endpoint]
             done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
             assert f"{endpoint} is its standby" in done.stdout, done.stderr
-            self.end_turn()
             return
-        self.led.append(place if name == "leader" else "")
+        self.led.append(place if kind == "leader" else "")
+        time.sleep(self.rng.uniform(0, 0.3))
         super().kill(place)
         shutil.rmtree(self.folder / "state" / place)
         super().start(place)
-        self.end_turn()
-
-    def end_turn(self) -> None:
-        """Lets the job end after the last turn."""
-        if len(self.led) == TURNS:
-            (self.folder / "turns-are-over").touch()
 
     def start(self, name: str) -> None:
         if name in self.names:
             super().start(name)  # what was killed is already running again
 
 
-def _wait_near_the_end(over: str, rank: int, step: int) -> None:
-    while step == LONG - 20 and not Path(over).exists():
-        time.sleep(0.02)
+def turns_of(names: Sequence[str]) -> list[Kill]:
+    """Returns one turn for each name, when all workers wait for it."""
+    return [Kill(WORKERS * TURN * number, name) for number, name in enumerate(names, start=1)]
+
+
+def _wait_for_turn(path: str, turns: int, rank: int, step: int) -> None:
+    number = step // TURN
+    while step % TURN == 0 and 1 <= number <= turns and not _has_begun(path, number):
+        time.sleep(0.005)
+
+
+def _has_begun(path: str, number: int) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) >= number
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "bounded"])
 def test_server_and_standby_take_turns(tmp_path: Path, mode: str) -> None:
     """Eight times one is lost with its folder, or hands over; the tables are those of an undisturbed run."""
-    job = TakingTurns(tmp_path / "job", mode)
+    job = TakingTurns(tmp_path / "job", mode, turns=TURNS)
     rng = random.Random(5)
     names = ["leader", "switch", *rng.choices(["leader", "switch", "follower"], k=TURNS - 2)]
-    found = job.run([Kill(10 + 30 * turn, name) for turn, name in enumerate(names)], limit_s=2 * LIMIT_S)
+    found = job.run(turns_of(names), limit_s=2 * LIMIT_S)
     assert "server-0" in job.led
-    for name, table in expected_tables(WORKERS, LONG, mean=mode == "sync").items():
+    for name, table in expected_tables(WORKERS, job.steps, mean=mode == "sync").items():
         assert torch.equal(found[name], table), name
