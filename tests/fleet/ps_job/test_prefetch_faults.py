@@ -58,15 +58,17 @@ def check(found: Tables, expected: Tables) -> None:
 BOTH = ("server", "worker")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("servers", [1, 2])
-def test_sync_training_has_the_same_bits(tmp_path: Path, servers: int) -> None:
-    """20 kills of a server and, of the job with one server, 20 of a worker.
+OPEN = "with two servers, a job that lost workers beside servers has ended with rows of other values; the cause is open"
 
-    A worker that is killed between its pushes to two servers repeats a step that one of them has done, with its rows.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("servers", "kinds"),
+    [(1, BOTH), (2, ("server",)), pytest.param(2, BOTH, marks=pytest.mark.xfail(reason=OPEN, strict=False))],
+)
+def test_sync_training_has_the_same_bits(tmp_path: Path, servers: int, kinds: tuple[str, ...]) -> None:
+    """20 kills of a server, and 20 of a worker beside them."""
     job = job_of(tmp_path / "job", "sync", servers, VALUES)
-    kinds = BOTH if servers == 1 else ("server",)
     kills = kills_of(servers, job.names, kinds, KILLS, WORKERS * STEPS)
     check(job.run(kills, limit_s=LIMIT_S), expected_of(VALUES, WORKERS, STEPS, mean=True))
     assert len(job.pids) == len(job.names) + len(kills)
