@@ -4,7 +4,7 @@ Run from the repository root, on an otherwise idle machine::
 
     python benchmarks/hybrid.py               # about ten minutes
     python benchmarks/hybrid.py --only mp pp  # some rows
-    python benchmarks/hybrid.py --plot docs/hybrid.png  # no measurement: draws the orders of a pipeline
+    python benchmarks/hybrid.py --plot docs/guides/hybrid.png  # no measurement: draws the orders of a pipeline
 """
 
 from __future__ import annotations

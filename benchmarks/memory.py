@@ -1,4 +1,6 @@
-"""Measures how near ``fleet.estimate_memory`` comes to the real peak of ResNet; ``docs/estimate.md`` keeps the table.
+"""Measures how near ``fleet.estimate_memory`` comes to the real peak of ResNet.
+
+``docs/guides/estimate.md`` keeps the table.
 
 Run from the repository root::
 

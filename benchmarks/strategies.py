@@ -4,7 +4,7 @@ Run from the repository root, on an otherwise idle machine::
 
     python benchmarks/strategies.py                    # about fifteen minutes
     python benchmarks/strategies.py --only dgc amp     # some of them
-    python benchmarks/strategies.py --plot docs/strategies.png
+    python benchmarks/strategies.py --plot docs/reference/strategies.png
 """
 
 from __future__ import annotations

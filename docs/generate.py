@@ -1,6 +1,6 @@
 """Rewrites what is made from the code: ``make docs``.
 
-In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/api.md and the
+In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/reference/api.md and the
 stubs of the package are whole files. tests/test_readme.py fails when one is out of date.
 """
 
@@ -25,10 +25,10 @@ TEXTS = (
     "README.md",
     "CONTRIBUTING.md",
     "README.zh-CN.md",
-    "docs/options.md",
-    "docs/options.zh-CN.md",
-    "docs/environment.md",
-    "docs/strategies.md",
+    "docs/reference/options.md",
+    "docs/reference/options.zh-CN.md",
+    "docs/reference/environment.md",
+    "docs/reference/strategies.md",
 )
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -88,7 +88,7 @@ def current(text: str) -> str:
 def files() -> dict[str, str]:
     """Returns every file that is made from the code, whole or in part, by its path: what it should say."""
     return {name: current((ROOT / name).read_text(encoding="utf-8")) for name in TEXTS} | {
-        "docs/api.md": api_markdown(),
+        "docs/reference/api.md": api_markdown(),
         **stubs(),
     }
 

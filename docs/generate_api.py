@@ -1,4 +1,4 @@
-"""Makes docs/api.md from the code: every public name with its signature and its docstring."""
+"""Makes docs/reference/api.md from the code: every public name with its signature and its docstring."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def public_names() -> dict[str, str]:
 
 
 def api_markdown() -> str:
-    """Returns the text of docs/api.md."""
+    """Returns the text of docs/reference/api.md."""
     homes: dict[int, str] = {}
     chapters = {module: [*_chapter(module)] for module in modules()}
     for name, module in public_names().items():

@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "docs",
+    "docs/*",
     "strategies",
     "strategies/_gradients",
     "strategies/sharding",

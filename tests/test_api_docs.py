@@ -1,4 +1,4 @@
-"""What is public: the names that docs/api.md describes, and nothing else in documentation and examples."""
+"""What is public: the names that docs/reference/api.md describes, and nothing else in documentation and examples."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_public_is_what_the_package_and_the_documented_modules_name() -> None:
 
 
 def test_every_public_name_has_an_entry() -> None:
-    titles = re.findall(r"^#{2,3} (\S+)$", read("docs/api.md"), re.MULTILINE)
+    titles = re.findall(r"^#{2,3} (\S+)$", read("docs/reference/api.md"), re.MULTILINE)
     assert sorted(titles) == sorted([*api().modules(), *api().public_names()])
     assert len(titles) > 200
 
 
 def test_every_entry_says_something() -> None:
-    entries = re.split(r"^#{2,3} ", read("docs/api.md"), flags=re.MULTILINE)[1:]
+    entries = re.split(r"^#{2,3} ", read("docs/reference/api.md"), flags=re.MULTILINE)[1:]
     words = {entry.partition("\n")[0]: re.sub(r"```.*?```", "", entry, flags=re.DOTALL) for entry in entries}
     assert {name for name, text in words.items() if len(text.split()) < 2} == set()
 

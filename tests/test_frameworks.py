@@ -1,4 +1,4 @@
-"""docs/frameworks.md: every block runs on two workers as it stands there."""
+"""docs/guides/frameworks.md: every block runs on two workers as it stands there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.workers import run_workers
 
 pytestmark = pytest.mark.slow
 BLOCK = re.compile(r"<!-- example: ([^\n]+) -->\n```python\n(.*?)```", re.DOTALL)
-PAGES = ("frameworks.md", "frameworks.zh-CN.md")
+PAGES = ("guides/frameworks.md", "guides/frameworks.zh-CN.md")
 
 
 def blocks(page: str) -> dict[str, str]:
@@ -31,7 +31,7 @@ def run_blocks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     os.chdir(folder)  # the Trainer of the block logs there
     from tests.helpers import lightning_training as training
 
-    found = blocks("frameworks.md")
+    found = blocks("guides/frameworks.md")
     module, scored = training.Classifier(), torch.nn.Linear(6, 3)
     names: dict[str, dict[str, Any]] = {
         "Trainer": {"module": module, "loader": training.loader(4)},
@@ -82,7 +82,7 @@ def by_hand() -> dict[str, float]:
 def alone(rank: int, world_size: int) -> dict[str, Any]:
     """Returns what the block of torchmetrics finds, with the model of :func:`by_hand`."""
     names: dict[str, Any] = {"loader": list(rows(rank, world_size))}
-    body = blocks("frameworks.md")["torchmetrics"].replace("model = ", "torch.manual_seed(0)\nmodel = ", 1)
+    body = blocks("guides/frameworks.md")["torchmetrics"].replace("model = ", "torch.manual_seed(0)\nmodel = ", 1)
     exec(compile(body, "torchmetrics", "exec"), names)
     return {title: float(value) for title, value in names["found"].items()}
 

@@ -1,4 +1,4 @@
-"""The rows of docs/migration.md for parameter-server scripts say what is true (001-01, 002-26)."""
+"""The rows of docs/start/migration.md for parameter-server scripts say what is true (001-01, 002-26)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fleet.facade import Fleet
 from tests.helpers.ready_python import run_python
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("migration.md", "migration.zh-CN.md")
+PAGES = ("start/migration.md", "start/migration.zh-CN.md")
 
 
 def section(page: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/recipes.md: every block runs on two workers as it stands there, and leaves equal weights behind."""
+"""docs/guides/recipes.md: every block runs on two workers as it stands there, and leaves equal weights behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_blocks(rank: int, world_size: int, page: str, folder: str) -> dict[str, 
     return left
 
 
-@pytest.mark.parametrize("page", ["recipes.md", "recipes.zh-CN.md"])
+@pytest.mark.parametrize("page", ["guides/recipes.md", "guides/recipes.zh-CN.md"])
 def test_every_recipe_runs_and_trains(page: str, tmp_path: Path) -> None:
     first, second = run_workers(run_blocks, 2, page, str(tmp_path), backend=None)
     assert len(first) >= 9
@@ -58,7 +58,7 @@ def test_every_recipe_runs_and_trains(page: str, tmp_path: Path) -> None:
 
 def run_in_stages(rank: int, world_size: int, title: str) -> dict[int, list[list[torch.Tensor]]]:
     """Returns, by stage of sharding (0 is without), the weights that a block leaves, and their average."""
-    found = blocks("recipes.md")
+    found = blocks("guides/recipes.md")
     left: dict[int, list[list[torch.Tensor]]] = {}
     for stage in range(4):
         strategy = fleet.DistributedStrategy()
@@ -98,7 +98,7 @@ def test_an_average_of_parts_is_that_of_the_whole() -> None:
 
 
 def test_both_languages_have_the_same_code() -> None:
-    english, chinese = (blocks(page) for page in ("recipes.md", "recipes.zh-CN.md"))
+    english, chinese = (blocks(page) for page in ("guides/recipes.md", "guides/recipes.zh-CN.md"))
 
     def bare(code: str) -> str:
         return re.sub(r"  # .*", "", code)

@@ -37,7 +37,12 @@ def test_every_text_is_a_page(site: Path) -> None:
 
 
 def test_a_page_has_the_language_of_its_text(site: Path) -> None:
-    for name, language in (("index", "en"), ("README.zh-CN", "zh-CN"), ("docs/ps", "en"), ("docs/ps.zh-CN", "zh-CN")):
+    for name, language in (
+        ("index", "en"),
+        ("README.zh-CN", "zh-CN"),
+        ("docs/ps/index", "en"),
+        ("docs/ps/README.zh-CN", "zh-CN"),
+    ):
         assert f'<html lang="{language}"' in (site / f"{name}.html").read_text(encoding="utf-8")
 
 
@@ -45,7 +50,7 @@ def test_search_knows_both_languages(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert index["config"]["lang"] == ["en", "zh"]
     places = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert {"docs/api.html", "docs/options.zh-CN.html"} <= places
+    assert {"docs/reference/api.html", "docs/reference/options.zh-CN.html"} <= places
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:

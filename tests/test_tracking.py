@@ -1,4 +1,4 @@
-"""docs/tracking.md and its Chinese twin: the script of the page runs as it stands, and writes what the page says."""
+"""docs/guides/tracking.md and its Chinese twin: the script runs as it stands, and writes what the page says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.sources import ROOT
 
 BLOCK = re.compile(r"```(python|bash|toml)\n(.*?)```", re.DOTALL)
-PAGES = ("tracking.md", "tracking.zh-CN.md")
+PAGES = ("guides/tracking.md", "guides/tracking.zh-CN.md")
 
 
 def blocks(name: str) -> list[tuple[str, str]]:

@@ -114,24 +114,24 @@ def _other_loops(options: DistributedStrategy) -> Iterator[tuple[str, str]]:
     if (options.is_set("a_sync") and options["a_sync"]) or options.is_set("a_sync_configs"):
         yield (
             "strategy.a_sync is for parameter servers, and Trainer steps one optimizer of dense parameters",
-            "Write a loop with fleet.init_worker(); docs/ps.md",
+            "Write a loop with fleet.init_worker(); docs/ps/README.md",
         )
     if options["pipeline"] or hybrid.pp_degree > 1 or options["sharding_configs"].pp_degree > 1:
         yield (
             "pipelines (strategy.pipeline, pp_degree) run forward and backward together, and Trainer calls them one "
             "after the other",
-            "Write a loop with model.train_batch(); docs/hybrid.md",
+            "Write a loop with model.train_batch(); docs/guides/hybrid.md",
         )
     for name in ("sep_degree", "cp_degree", "ep_degree"):
         if (degree := getattr(hybrid, name)) > 1:
             yield (
                 f"hybrid_configs[{name!r}] is {degree}, and Trainer divides rows alone",
-                "Set it to 1, or write a loop; docs/hybrid.md",
+                "Set it to 1, or write a loop; docs/guides/hybrid.md",
             )
     if options["qat"]:
         yield (
             "strategy.qat replaces layers, and from_pretrained() could not load what Trainer saves",
-            "Write a loop; docs/recipes.md",
+            "Write a loop; docs/guides/recipes.md",
         )
 
 
@@ -234,7 +234,7 @@ def check_job(args: Any, job: Job) -> None:
         raise UnsupportedOptionError(
             f"TrainingArguments(auto_find_batch_size=True) with {job.world_size} workers: the one that runs out "
             "of memory would start again, and the others wait for it. Set per_device_train_batch_size; "
-            "docs/estimate.md computes what fits."
+            "docs/guides/estimate.md computes what fits."
         )
     config = args.accelerator_config
     if not config.even_batches and not args.dataloader_drop_last and job.data_replicas > 1:

@@ -117,7 +117,7 @@ class FleetWorkers:
             raise UnsupportedOptionError(
                 f"{framework}(strategy=FleetStrategy(...)): the job has parameter servers, or strategy.a_sync is on. "
                 "Servers have a life of their own (fleet.run_server, fleet.init_worker), for which Lightning's loops "
-                "have no place. Train with Fleet's loop: docs/ps.md."
+                "have no place. Train with Fleet's loop: docs/ps/README.md."
             )
         # A session that runs has chosen its device; a second choice could name another.
         self._device = choose_device(self._record, Environment()) if session is None else session.job.device
@@ -207,14 +207,14 @@ class FleetWorkers:
             raise UnsupportedOptionError(
                 "strategy.pipeline and hybrid_configs['pp_degree'] above 1 run forward and backward of micro-batches "
                 f"inside model.train_batch(), and Lightning's {self._framework} calls them one after the other by "
-                "itself. Set pp_degree to 1, or train with Fleet's loop: docs/hybrid.md."
+                "itself. Set pp_degree to 1, or train with Fleet's loop: docs/guides/hybrid.md."
             )
 
         for axis in ("sep", "cp", "ep"):
             if session.job.axes.size(axis) > 1:
                 raise UnsupportedOptionError(
                     f"hybrid_configs['{axis}_degree'] above 1 has not been tried in Lightning's loops, and is refused "
-                    "until it is. Set it to 1, or train with Fleet's loop: docs/hybrid.md."
+                    "until it is. Set it to 1, or train with Fleet's loop: docs/guides/hybrid.md."
                 )
 
     @property

@@ -98,8 +98,8 @@ def _of_parts(text: str) -> str | None:
         return (
             "a sharded parameter or gradient was used outside the model, where a worker holds a shard of it. Change "
             "a gradient with a whole tensor out of place: p.grad = p.grad + 0.1 * p. For a penalty "
-            "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy, as "
-            "docs/recipes.md shows; or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1 or 2."
+            "on the weights add p.full_tensor().square().sum(), and let AveragedModel average a plain copy "
+            "(docs/guides/recipes.md); or use the optimizer's weight_decay, or set sharding_configs['stage'] to 1 or 2."
         )
     if _WRAPPED in text:
         return (

@@ -48,8 +48,8 @@ BY_HAND = {
     "get_tracker": "Write the values to your tracker yourself, on worker 0.",
     "autocast": "Set strategy.amp, or use torch.autocast.",
     "split_between_processes": f"Take the rows {RANK} of {NUM}: items[{RANK}::{NUM}].",
-    "join_uneven_inputs": "Use torch's Join([model]); docs/recipes.md.",
-    "skip_first_batches": "Use fleet.elastic.ElasticSampler; docs/checkpoint.md.",
+    "join_uneven_inputs": "Use torch's Join([model]); docs/guides/recipes.md.",
+    "skip_first_batches": "Use fleet.elastic.ElasticSampler; docs/guides/checkpoint.md.",
     "set_trigger": "Use fleet.all_reduce(flag, 'max').",
     "check_trigger": "Use fleet.all_reduce(flag, 'max').",
     "sync_gradients": "gradient_merge updates by itself; remove the condition.",
@@ -167,7 +167,9 @@ class AcceleratePort:
             todo = (
                 "DistributedDataParallelKwargs(find_unused_parameters=True) is strategy.find_unused_parameters = True; "
             )
-            self._edits.hand(found, "there is no rule for this argument", todo + "docs/options.md lists the others.")
+            self._edits.hand(
+                found, "there is no rule for this argument", todo + "docs/reference/options.md lists the others."
+            )
 
     def _precision(self, found: cst.Arg, text: str) -> None:
         kind = text.strip("\"'")
@@ -205,7 +207,7 @@ class AcceleratePort:
         elif name == "sync_gradients" and not self._merges:
             self._edits.replace(node, "True")
         else:
-            self._edits.hand(node, "there is no rule for it", BY_HAND.get(name, "See docs/recipes.md."))
+            self._edits.hand(node, "there is no rule for it", BY_HAND.get(name, "See docs/guides/recipes.md."))
 
     def _kind(self, node: cst.Attribute) -> None:
         """Compares with backends that do not exist here: the answer is known."""
@@ -261,7 +263,7 @@ class AcceleratePort:
             if not self._port.guarded(call) and not self._edits.guard(call, FIRST):
                 self._edits.hand(call, "every worker would write it", f"Put it under `if {FIRST}:`.")
         else:
-            self._edits.hand(call, "there is no rule for it", BY_HAND.get(name, "See docs/recipes.md."))
+            self._edits.hand(call, "there is no rule for it", BY_HAND.get(name, "See docs/guides/recipes.md."))
 
     def _accumulate(self, call: cst.Call) -> None:
         """``with accelerator.accumulate(model):`` goes; strategy.gradient_merge counts the batches."""

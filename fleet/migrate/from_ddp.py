@@ -29,12 +29,12 @@ KEPT = [
 BY_HAND = {
     "torch.distributed.new_group": "A mesh comes from strategy.hybrid_configs; a plain group works beside it.",
     "torch.distributed.new_subgroups": "Groups of a mesh come from strategy.hybrid_configs.",
-    "torch.distributed.init_device_mesh": "Set strategy.hybrid_configs; docs/hybrid.md.",
-    "torch.distributed.device_mesh.init_device_mesh": "Set strategy.hybrid_configs; docs/hybrid.md.",
+    "torch.distributed.init_device_mesh": "Set strategy.hybrid_configs; docs/guides/hybrid.md.",
+    "torch.distributed.device_mesh.init_device_mesh": "Set strategy.hybrid_configs; docs/guides/hybrid.md.",
     "torch.distributed.optim.ZeroRedundancyOptimizer": "Use the plain optimizer and strategy.sharding = True.",
     "torch.distributed.fsdp.FullyShardedDataParallel": "Use fleet.distributed_model, and strategy.sharding, stage 3.",
     "torch.distributed.fsdp.fully_shard": "Use fleet.distributed_model, and strategy.sharding, stage 3.",
-    "torch.distributed.rpc.init_rpc": "There is no RPC; parameter servers are in docs/ps.md.",
+    "torch.distributed.rpc.init_rpc": "There is no RPC; parameter servers are in docs/ps/README.md.",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm": "Remove it and set strategy.sync_batch_norm = True.",
 }
 # Arguments of DistributedDataParallel that need nothing here.

@@ -81,11 +81,11 @@ BY_HAND = {
     "paddle.distributed.": "Use torch.distributed; fleet.init starts its default group.",
     "paddle.nn.functional.linear": "torch's weight is [out, in]: torch.nn.functional.linear(x, weight.T, bias).",
     "paddle.cast": "Write x.to(torch.float32).",
-    "paddle.Model": "Write the loop; docs/recipes.md has its parts.",
-    "paddle.distributed.fleet.utils.": "See docs/migration.md.",
+    "paddle.Model": "Write the loop; docs/guides/recipes.md has its parts.",
+    "paddle.distributed.fleet.utils.": "See docs/start/migration.md.",
 }
 _STATIC_WHY = "it belongs to the static graph, which does not exist here"
-_STATIC_TODO = "Write the network as a torch.nn.Module and call it in the loop; docs/migration.md shows how."
+_STATIC_TODO = "Write the network as a torch.nn.Module and call it in the loop; docs/start/migration.md shows how."
 # Names of arguments, where they are not torch's; of calls whose name starts so.
 _ARGUMENTS = {
     "paddle.": {"axis": "dim", "start_axis": "start_dim", "stop_axis": "end_dim", "perm": "dims"},
@@ -167,7 +167,7 @@ def _name(port: ScriptPort, node: cst.CSTNode, done: set[int]) -> None:
         if port.source.code(node) != new:
             port.edits.replace(node, new)
     else:
-        port.edits.hand(node, f"{name} has no counterpart by rule", BY_HAND.get(best, "See docs/migration.md."))
+        port.edits.hand(node, f"{name} has no counterpart by rule", BY_HAND.get(best, "See docs/start/migration.md."))
 
 
 def _is_dropped(port: ScriptPort, node: cst.CSTNode) -> bool:

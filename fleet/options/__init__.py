@@ -461,7 +461,7 @@ def mark_copied(strategy: DistributedStrategy, call: str, job: Job) -> None:
     strategy.__dict__.update(_copy=(call, weakref.ref(job)), _told=set())
 
 
-# What happens to an option, and the head of the table. Other languages are in docs/options.LANGUAGE.yaml.
+# What happens to an option, and the head of the table. Other languages are in docs/reference/options.LANGUAGE.yaml.
 ENGLISH: Mapping[str, Any] = {
     "option": "Option",
     "type": "Type",
@@ -476,7 +476,7 @@ ENGLISH: Mapping[str, Any] = {
 
 
 # Where the words of another language are, in a checkout.
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
 def words_of(language: str, folder: Path = DOCS) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/strategies.md: one section for each strategy, from its ``guide`` and its declarations."""
+"""docs/reference/strategies.md: one section for each strategy, from its ``guide`` and its declarations."""
 
 from __future__ import annotations
 

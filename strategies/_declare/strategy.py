@@ -52,7 +52,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """The guide to a strategy for users; ``docs/strategies.md`` is made from it.
+    """The guide to a strategy for users; ``docs/reference/strategies.md`` is made from it.
 
     ``example`` holds the options of a job that uses it, as in a strategy file; the contract tests train with it.
     """

@@ -119,7 +119,7 @@ def test_calls_out_of_order_raise_and_wait_for_nobody() -> None:
 
 def test_the_queue_variables_are_documented_and_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """003-23: FLAGS_communicator_* stand in the documentation, and what they say is what the queues do."""
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "environment.md").read_text()
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "environment.md").read_text()
     values = {name: number for number, name in enumerate(_QUEUE_VARIABLES, start=3)}
     values["independent_recv_thread"] = 1
     for name, variable in _QUEUE_VARIABLES.items():

@@ -1,4 +1,4 @@
-"""docs/elastic.md: its walk-through does what it says, and the Chinese text has the same code."""
+"""docs/run/elastic.md: its walk-through does what it says, and the Chinese text has the same code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import etcd as helper
 from tests.helpers.etcd import Etcd
 from tests.launch.launcher import ROOT, Launcher, wait_until_gone
 
-GUIDE, CHINESE = (ROOT / "docs" / name for name in ("elastic.md", "elastic.zh-CN.md"))
+GUIDE, CHINESE = (ROOT / "docs" / name for name in ("run/elastic.md", "run/elastic.zh-CN.md"))
 
 
 def blocks(path: Path, language: str) -> list[str]:

@@ -68,7 +68,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def test_a_node_is_killed_and_replaced_then_the_job_grows_and_shrinks(nodes: Nodes) -> None:
-    """Issue 11, acceptance 3: the walk of docs/elastic.md with --master IP:PORT and nothing else."""
+    """Issue 11, acceptance 3: the walk of docs/run/elastic.md with --master IP:PORT and nothing else."""
     one, two = nodes.pair()
     before = starts(one)[-1], starts(two)[-1]
     assert before[0].rank == 0, "the node that hosts the store comes first"

@@ -10,7 +10,7 @@ through ``conversion.plain_pickle``, files of torch through ``torch_file.load_pl
 
 To add a format, put a module here with ``FORMAT``, ``recognises`` and ``open_state``; with ``FORMAT.to`` set and
 ``write_state`` it is a target as well. ``--help``, ``--to`` and the error about an unknown source follow from
-``FORMAT``; its test and its row in docs/checkpoint.md go with it. ``state_of_tree()`` makes a state of a dictionary of
-tensors in memory. A source that reads lazily makes a ``WholeState`` itself, as ``hugging_face`` does: names
-``KEY/NAME`` with the key that was asked for, ``kinds`` of the keys, and ``read``.
+``FORMAT``; its test and its row in docs/guides/checkpoint.md go with it. ``state_of_tree()`` makes a state of a
+dictionary of tensors in memory. A source that reads lazily makes a ``WholeState`` itself, as ``hugging_face`` does:
+names ``KEY/NAME`` with the key that was asked for, ``kinds`` of the keys, and ``read``.
 """

@@ -135,7 +135,7 @@ def test_a_state_that_is_loaded_between_two_steps() -> None:
 
 
 def follow_the_guide(rank: int, world_size: int, path: str) -> list[float]:
-    """Runs the load of Fleet's elastic guide and of docs/checkpoint.md, after the model was wrapped."""
+    """Runs the load of Fleet's elastic guide and of docs/guides/checkpoint.md, after the model was wrapped."""
     _, _, optimizer, model = job({})
     start_epoch = 0
     if int(fleet.local_rank()) == 0 and os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""docs/data.md: its two programs run as they stand, its table has every option, and the Chinese page has the same."""
+"""docs/guides/data.md: its programs run as they stand, its table has every option, and the Chinese page is its twin."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
     for index in range(2):
         lines = [f"{word == 'good':d} {word} x{source.randrange(9)}" for word in source.choices(["good", "bad"], k=20)]
         (tmp_path / f"raw-{index}").write_text("\n".join(lines))
-    (tmp_path / "clicks.py").write_text(example("docs/data.md", "clicks.py"))
-    done = run(example("docs/data.md", "train.py"), tmp_path)
+    (tmp_path / "clicks.py").write_text(example("docs/guides/data.md", "clicks.py"))
+    done = run(example("docs/guides/data.md", "train.py"), tmp_path)
     assert done.returncode == 0, done.stderr
     samples, auc = done.stdout.split()[-2:]
     assert samples == "40"
@@ -27,7 +27,7 @@ def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
     assert len(re.findall(r"batch \d+: loss=[\d.]+", done.stdout + done.stderr)) == 10
 
 
-@pytest.mark.parametrize("page", ["docs/data.md", "docs/data.zh-CN.md"])
+@pytest.mark.parametrize("page", ["docs/guides/data.md", "docs/guides/data.zh-CN.md"])
 def test_the_guide_names_every_option(page: str) -> None:
     rows = re.findall(r"^\| (`[^|]*) \|", read(page), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -35,7 +35,7 @@ def test_the_guide_names_every_option(page: str) -> None:
 
 
 def test_both_languages_have_the_same_programs_and_outline() -> None:
-    texts = [read(page) for page in ("docs/data.md", "docs/data.zh-CN.md")]
+    texts = [read(page) for page in ("docs/guides/data.md", "docs/guides/data.zh-CN.md")]
     english, chinese = (re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL) for text in texts)
     assert english == chinese
     english, chinese = (

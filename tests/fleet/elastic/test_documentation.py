@@ -1,4 +1,4 @@
-"""docs/checkpoint.md: its program runs and resumes, both languages have one outline, the flags exist."""
+"""docs/guides/checkpoint.md: its program runs and resumes, both languages have one outline, the flags exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleet.launch.cli.flags import BY_SPELLING
 from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT
 
-NAMES = ("docs/checkpoint.md", "docs/checkpoint.zh-CN.md")
+NAMES = ("docs/guides/checkpoint.md", "docs/guides/checkpoint.zh-CN.md")
 
 
 def blocks(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/kubernetes.md in both languages: the order of the steps, and files and names that exist."""
+"""docs/run/kubernetes.md in both languages: the order of the steps, and files and names that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.sources import ROOT
 
-TEXTS = ("docs/kubernetes.md", "docs/kubernetes.zh-CN.md")
+TEXTS = ("docs/run/kubernetes.md", "docs/run/kubernetes.zh-CN.md")
 STEPS = (
     "kubectl create -f deploy/v1/crd.yaml",
     "kubectl get crd",

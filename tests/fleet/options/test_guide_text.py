@@ -1,4 +1,4 @@
-"""docs/strategies.md says of each strategy what it declares, conflicts of both sides included."""
+"""docs/reference/strategies.md says of each strategy what it declares, conflicts of both sides included."""
 
 from __future__ import annotations
 

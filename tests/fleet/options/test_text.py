@@ -62,7 +62,7 @@ def test_chinese_words_are_complete() -> None:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_listing_has_every_key(language: str) -> None:
-    """docs/options.md: a section for each option with keys, nested keys with dots."""
+    """docs/reference/options.md: a section for each option with keys, nested keys with dots."""
     text = option_listing_markdown(language)
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     assert set(sections) == {name for name, option in schema().items() if isinstance(option.default, Config)}

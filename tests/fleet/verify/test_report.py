@@ -23,7 +23,7 @@ def test_a_cause_that_is_not_listed_is_refused() -> None:
         Finding(cause="moon", sentence="")
 
 
-@pytest.mark.parametrize("page", ["verify.md", "verify.zh-CN.md"])
+@pytest.mark.parametrize("page", ["guides/verify.md", "guides/verify.zh-CN.md"])
 def test_every_cause_is_documented(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and line.count("|") == 3]

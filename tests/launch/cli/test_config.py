@@ -114,7 +114,7 @@ def test_log_level_is_valid() -> None:
     assert read("--log_level=DEBUG").logs.level == "DEBUG"
     with pytest.raises(ConfigError, match="Did you mean 'DEBUG'"):
         read("--log_level=DEBUGG")
-    guide = (Path(__file__).resolve().parents[3] / "docs" / "environment.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     assert "`--log_level` is a flag of the launcher in both families" in guide
 
 

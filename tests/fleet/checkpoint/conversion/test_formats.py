@@ -138,7 +138,7 @@ def test_a_module_without_a_format_is_named(tmp_path: Path, monkeypatch: pytest.
         known_formats()
 
 
-@pytest.mark.parametrize("page", ["docs/checkpoint.md", "docs/checkpoint.zh-CN.md"])
+@pytest.mark.parametrize("page", ["docs/guides/checkpoint.md", "docs/guides/checkpoint.zh-CN.md"])
 def test_the_page_has_a_row_for_each_target(page: str) -> None:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     rows = [line.split("|")[2].strip() for line in lines if "| `" in line]

@@ -1,4 +1,4 @@
-"""What docs/checkpoint.md shows of Paddle's files runs, on recorded files."""
+"""What docs/guides/checkpoint.md shows of Paddle's files runs, on recorded files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.sources import ROOT
 
 
 def blocks_after(heading: str) -> list[str]:
-    text = (ROOT / "docs" / "checkpoint.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "checkpoint.md").read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
