@@ -1,4 +1,4 @@
-"""docs/ps/serving.md and its Chinese twin: every block runs, in the order in which it stands there."""
+"""docs/serving/README.md and its Chinese twin: every block runs, in the order in which it stands there."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def blocks(name: str) -> list[tuple[str, str]]:
 def test_both_languages_have_the_same_code() -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
-        for name in ("ps/serving.md", "ps/serving.zh-CN.md")
+        for name in ("serving/README.md", "serving/README.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ps/serving.md", "ps/serving.zh-CN.md"])
+@pytest.mark.parametrize("name", ["serving/README.md", "serving/README.zh-CN.md"])
 def test_every_block_runs(tmp_path: Path, name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
