@@ -22,6 +22,7 @@ FOLDERS = (
     "strategies/sharding",
     "deploy",
     "benchmarks",
+    "benchmarks/notes",
     "benchmarks/silent_bugs",
     "examples/*",
     "fleet/checkpoint",
