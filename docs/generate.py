@@ -14,6 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from generate_api import api_markdown
+from generate_errors import errors_markdown
+from generate_limits import (
+    flags_markdown,
+    idle_options_markdown,
+    pairs_markdown,
+    refused_options_markdown,
+    statements_markdown,
+)
 from generate_stubs import stubs
 
 from fleet.env import VARIABLES
@@ -29,6 +37,10 @@ TEXTS = (
     "docs/reference/options.zh-CN.md",
     "docs/reference/environment.md",
     "docs/reference/strategies.md",
+    "docs/help/limits.md",
+    "docs/help/limits.zh-CN.md",
+    "docs/help/troubleshooting.md",
+    "docs/help/troubleshooting.zh-CN.md",
 )
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,6 +90,17 @@ PARTS: dict[str, Callable[[], str]] = {
     "strategies": strategies_markdown,
     "tree": tree,
 }
+# Parts that are made in both languages; the Chinese one has the name with "-zh".
+BOTH: dict[str, Callable[[str], str]] = {
+    "errors": errors_markdown,
+    "limits": statements_markdown,
+    "refused-options": refused_options_markdown,
+    "idle-options": idle_options_markdown,
+    "pairs": pairs_markdown,
+    "flags": flags_markdown,
+}
+for _name, _made in BOTH.items():
+    PARTS |= {_name: partial(_made, "en"), f"{_name}-zh": partial(_made, "zh")}
 
 
 def current(text: str) -> str:

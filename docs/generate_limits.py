@@ -1,0 +1,111 @@
+"""The parts of docs/help/limits.md that are data: statements with their tests, refused options, pairs and flags.
+
+The statements stand in docs/help/limits.yaml, in both languages; options, pairs and flags come from the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fleet.launch.cli.unused_flags import REFUSED_FLAGS, WITHOUT_EFFECT
+from fleet.options import schema, words_of
+from fleet.options.guide_text import conflicts_of
+from fleet.strategies import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+STATEMENTS = ROOT / "docs" / "help" / "limits.yaml"
+_WORDS: dict[str, dict[str, str]] = {
+    "en": {
+        "head": "| statement | checked by |",
+        "not tested": "not tested: {reason}",
+        "pair": "| options | reason |",
+        "option": "| option | reason |",
+        "flag": "| flag | reason |",
+        "refused flags": "Refused:",
+        "flags without effect": "Accepted with one warning:",
+    },
+    "zh": {
+        "head": "| 说明 | 由何检查 |",
+        "not tested": "未测试：{reason}",
+        "pair": "| 选项 | 原因 |",
+        "option": "| 选项 | 原因 |",
+        "flag": "| 参数 | 原因 |",
+        "refused flags": "会被拒绝：",
+        "flags without effect": "接受并给出一次警告：",
+    },
+}
+
+
+def statements() -> list[dict[str, Any]]:
+    """Returns the topics of docs/help/limits.yaml with their statements."""
+    found: list[dict[str, Any]] = yaml.safe_load(STATEMENTS.read_text(encoding="utf-8"))
+    return found
+
+
+def statements_markdown(language: str = "en") -> str:
+    """Returns a table of statements for each topic, each with the test that holds it or the reason why none does."""
+    lines: list[str] = []
+    for topic in statements():
+        title = topic["topic"] if language == "en" else topic["zh"]
+        lines += [f"## {title}", "", _WORDS[language]["head"], "| --- | --- |"]
+        lines += [f"| {_said(row, language)} | {_checked(row, language)} |" for row in topic["rows"]]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _said(row: dict[str, str], language: str) -> str:
+    return row["says"] if language == "en" else row["zh"]
+
+
+def _checked(row: dict[str, str], language: str) -> str:
+    if "test" in row:
+        return f"`{row['test'].removeprefix('tests/')}`"
+    reason = row["untested" if language == "en" else "untested_zh"]
+    return _WORDS[language]["not tested"].format(reason=reason)
+
+
+def refused_options_markdown(language: str = "en") -> str:
+    """Returns a table of the options that are refused, with the reasons."""
+    refused = [(option.name, option.rule.refused) for option in schema().values() if option.rule.refused]
+    return _table("option", [(f"`{name}`", _reason(reason, language)) for name, reason in refused], language)
+
+
+def idle_options_markdown(language: str = "en") -> str:
+    """Returns a table of the options that are accepted with one warning, with the reasons."""
+    idle = [(option.name, option.rule.no_meaning) for option in schema().values() if option.rule.no_meaning]
+    return _table("option", [(f"`{name}`", _reason(reason, language)) for name, reason in idle], language)
+
+
+def pairs_markdown(language: str = "en") -> str:
+    """Returns a table of the pairs of options that exclude each other, with the reasons."""
+    found = {tuple(sorted((strategy.name, other))): why for strategy, other, why in _conflicts()}
+    rows = [(f"`{first}`, `{second}`", _reason(why, language)) for (first, second), why in sorted(found.items())]
+    return _table("pair", rows, language)
+
+
+def _conflicts() -> Iterator[tuple[Any, str, str]]:
+    for strategy in REGISTRY.values():
+        for other, reason in conflicts_of(strategy):
+            yield strategy, other, reason
+
+
+def flags_markdown(language: str = "en") -> str:
+    """Returns the flags of the launcher that are refused, and those without effect, with the reasons."""
+    words = _WORDS[language]
+    parts = []
+    for title, flags in (("refused flags", REFUSED_FLAGS), ("flags without effect", WITHOUT_EFFECT)):
+        rows = [(f"`--{flag.name}`", _reason(flag.reason, language)) for flag in flags]
+        parts += [words[title], "", _table("flag", rows, language)]
+    return "\n".join(parts)
+
+
+def _table(kind: str, rows: list[tuple[str, str]], language: str) -> str:
+    return "\n".join([_WORDS[language][kind], "| --- | --- |", *[f"| {name} | {why} |" for name, why in rows]]) + "\n"
+
+
+def _reason(reason: str, language: str) -> str:
+    return str(words_of(language)["reasons"].get(reason, reason)).replace("|", "\\|")
