@@ -1,7 +1,7 @@
 """Rewrites what is made from the code: ``make docs``.
 
-In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/reference/api.md and the
-stubs of the package are whole files. tests/test_readme.py fails when one is out of date.
+In a text, such a part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; docs/reference/api.md, the
+pages of its modules and the stubs of the package are whole files. tests/test_readme.py fails when one is out of date.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from generate_api import api_markdown
+from generate_api import api_pages
 from generate_errors import errors_markdown
 from generate_limits import (
     flags_markdown,
@@ -111,7 +111,7 @@ def current(text: str) -> str:
 def files() -> dict[str, str]:
     """Returns every file that is made from the code, whole or in part, by its path: what it should say."""
     return {name: current((ROOT / name).read_text(encoding="utf-8")) for name in TEXTS} | {
-        "docs/reference/api.md": api_markdown(),
+        **api_pages(),
         **stubs(),
     }
 
@@ -121,6 +121,7 @@ def main() -> None:
     for name, text in files().items():
         path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"{name}: rewritten")
 

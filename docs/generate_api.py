@@ -1,9 +1,10 @@
-"""Makes docs/reference/api.md from the code: every public name with its signature and its docstring."""
+"""Makes docs/reference/api.md and a page for each module from the code: public names, signatures, docstrings."""
 
 from __future__ import annotations
 
 import enum
 import inspect
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,29 @@ HEAD = """\
 Every public name, made from signatures and docstrings by `make docs`. Public is what `fleet.__all__` and the `__all__`
 of the modules below name; everything else may change without notice. The options of `DistributedStrategy` are in
 [options.md](options.md), the launcher's flags in `python -m fleet.launch --help`.
+
+## Modules
+"""
+# Modules that exist so that imports of Paddle scripts work; a new script needs none of them.
+PADDLE_PATHS = (
+    "fleet.base",
+    "fleet.base.role_maker",
+    "fleet.clip",
+    "fleet.incubate",
+    "fleet.layers",
+    "fleet.layers.mpu",
+    "fleet.optimizer",
+    "fleet.parallel",
+    "fleet.regularizer",
+    "fleet.utils",
+    "fleet.utils.fs",
+    "fleet.utils.hybrid_parallel_util",
+    "fleet.utils.sequence_parallel_utils",
+)
+PADDLE_HEAD = """\
+## Paddle's paths
+
+For scripts that were written for Paddle: their imports work as they stand.
 """
 # Documented modules that are not attributes of the package.
 MORE_MODULES = (
@@ -29,14 +53,17 @@ MORE_MODULES = (
     "fleet.utils.hybrid_parallel_util",
     "fleet.utils.sequence_parallel_utils",
 )
+# A page with more names than these begins with a list of them.
+MANY_NAMES = 3
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Yields):\n((?:    .*\n|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^(\*{0,2}\w[\w, .*]*): (.*(?:\n    .*)*)", re.MULTILINE)
 
 
 def modules() -> list[str]:
-    """Returns the names of the documented modules."""
+    """Returns the names of the documented modules, Paddle's paths last."""
     package: Any = import_module("fleet")
-    return ["fleet", *sorted([*(f"fleet.{name}" for name in package._MODULES), *MORE_MODULES])]
+    found = sorted([*(f"fleet.{name}" for name in package._MODULES), *MORE_MODULES])
+    return ["fleet", *sorted(found, key=lambda name: name in PADDLE_PATHS)]
 
 
 def public_names() -> dict[str, str]:
@@ -46,18 +73,49 @@ def public_names() -> dict[str, str]:
     return {name: module for name, module in found if name not in chapters}
 
 
-def api_markdown() -> str:
-    """Returns the text of docs/reference/api.md."""
+def api_pages() -> dict[str, str]:
+    """Returns the texts of docs/reference/api.md and of the page of each module, by path."""
     homes: dict[int, str] = {}
-    chapters = {module: [*_chapter(module)] for module in modules()}
+    entries: dict[str, list[tuple[str, list[str]]]] = {module: [] for module in modules()}
+    again: dict[str, list[tuple[str, list[str]]]] = {module: [] for module in modules()}
     for name, module in public_names().items():
         value = _value(name)
         key = id(value) if isinstance(value, type) or callable(value) else id(name)
         first = homes.setdefault(key, name)
-        words = [f"The same as [`{first}`](#{_anchor(first)}).", ""] if first != name else [*_entry(name, value)]
-        chapters[module] += [f"### {name}", "", *words]
-    contents = [f"- [{name}](#{_anchor(name)}): {_summary(import_module(name))}" for name in chapters]
-    lines = [HEAD, *contents, "", *(line for lines in chapters.values() for line in lines)]
+        if first == name:
+            entries[module].append((name, [*_entry(name, value)]))
+        else:
+            target = _link(module, public_names()[first])
+            again[module].append((name, [f"The same as [`{first}`]({target}#{_anchor(first)}).", ""]))
+    pages = {path(module): _page(module, entries[module] + again[module]) for module in modules()}
+    return {"docs/reference/api.md": _index(), **pages}
+
+
+def path(module: str) -> str:
+    """Returns the path of the page of ``module``, relative to the root."""
+    return f"docs/reference/api/{'paddle/' if module in PADDLE_PATHS else ''}{module}.md"
+
+
+def _link(module: str, target: str) -> str:
+    """Returns the link from the page of ``module`` to that of ``target``; nothing within one page."""
+    return "" if module == target else os.path.relpath(path(target), os.path.dirname(path(module)))
+
+
+def _index() -> str:
+    lines = [HEAD]
+    for module in modules():
+        if module == PADDLE_PATHS[0]:
+            lines += ["", PADDLE_HEAD]
+        target = path(module).removeprefix("docs/reference/")
+        lines.append(f"- [{module}]({target}): {_summary(import_module(module))}")
+    return "\n".join(lines) + "\n"
+
+
+def _page(module: str, entries: list[tuple[str, list[str]]]) -> str:
+    """Returns the page of a module: its docstring, the list of its names, and a section for each of them."""
+    lines = [f"# {module}", "", *_words(import_module(module).__doc__ or "")]
+    lines += [f"- [`{name}`](#{_anchor(name)})" for name, _ in entries] if len(entries) > MANY_NAMES else []
+    lines += [line for name, words in entries for line in ("", f"## {name}", "", *words)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -67,10 +125,6 @@ def _anchor(title: str) -> str:
 
 def _summary(value: Any) -> str:
     return _inline((inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " "))
-
-
-def _chapter(module: str) -> Iterator[str]:
-    yield from (f"## {module}", "", *_words(import_module(module).__doc__ or ""))
 
 
 def _value(name: str) -> Any:

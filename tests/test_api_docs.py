@@ -1,4 +1,4 @@
-"""What is public: the names that docs/reference/api.md describes, and nothing else in documentation and examples."""
+"""What is public: the names that docs/reference/api describes, and nothing else in documentation and examples."""
 
 from __future__ import annotations
 
@@ -29,14 +29,23 @@ def test_public_is_what_the_package_and_the_documented_modules_name() -> None:
     assert "Public is what `fleet.__all__` and the documented submodules name" in read("CONTRIBUTING.md")
 
 
+def api_pages() -> list[str]:
+    """Returns the paths of the pages of modules."""
+    return [path.as_posix() for path in TEXTS if path.as_posix().startswith("docs/reference/api/")]
+
+
+def test_every_module_has_a_page_and_no_page_is_left_over() -> None:
+    assert sorted(api_pages()) == sorted(api().path(module) for module in api().modules())
+
+
 def test_every_public_name_has_an_entry() -> None:
-    titles = re.findall(r"^#{2,3} (\S+)$", read("docs/reference/api.md"), re.MULTILINE)
+    titles = [title for page in api_pages() for title in re.findall(r"^#{1,2} (\S+)$", read(page), re.MULTILINE)]
     assert sorted(titles) == sorted([*api().modules(), *api().public_names()])
     assert len(titles) > 200
 
 
 def test_every_entry_says_something() -> None:
-    entries = re.split(r"^#{2,3} ", read("docs/reference/api.md"), flags=re.MULTILINE)[1:]
+    entries = [part for page in api_pages() for part in re.split(r"^#{1,2} ", read(page), flags=re.MULTILINE)[1:]]
     words = {entry.partition("\n")[0]: re.sub(r"```.*?```", "", entry, flags=re.DOTALL) for entry in entries}
     assert {name for name, text in words.items() if len(text.split()) < 2} == set()
 
