@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import yaml
 from generate_api import api_pages
 from generate_errors import errors_markdown
 from generate_limits import (
@@ -24,11 +26,12 @@ from generate_limits import (
 )
 from generate_stubs import stubs
 
-from fleet.env import VARIABLES
-from fleet.options import option_listing_markdown, option_table_markdown
+from fleet.env import VARIABLES, Variable
+from fleet.options import option_listing_markdown, words_of
 from fleet.options.guide_text import strategies_markdown
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 TEXTS = (
     "README.md",
     "CONTRIBUTING.md",
@@ -36,7 +39,9 @@ TEXTS = (
     "docs/reference/options.md",
     "docs/reference/options.zh-CN.md",
     "docs/reference/environment.md",
+    "docs/reference/environment.zh-CN.md",
     "docs/reference/strategies.md",
+    "docs/reference/strategies.zh-CN.md",
     "docs/help/limits.md",
     "docs/help/limits.zh-CN.md",
     "docs/help/troubleshooting.md",
@@ -61,14 +66,40 @@ def _hunks(before: list[str], after: list[str]) -> Iterator[str]:
             yield ""
 
 
-def environment_table() -> str:
+def environment_table(language: str = "en") -> str:
     """Returns the table of every environment variable the project knows."""
+    words = _words("environment", language)
+    head = [words.get(name, name.capitalize()) for name in ("variable", "set by", "default", "meaning")]
     rows = [
-        f"| `{variable.name}` | {variable.owner} | {'' if variable.default is None else f'`{variable.default}`'} "
-        f"| {variable.meaning} |"
+        f"| `{variable.name}` | {words.get('owners', {}).get(variable.owner, variable.owner)} "
+        f"| {'' if variable.default is None else f'`{variable.default}`'} | {_variable_meaning(variable, words)} |"
         for variable in VARIABLES.values()
     ]
-    return "\n".join(["| Variable | Set by | Default | Meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def _variable_meaning(variable: Variable, words: dict[str, Any]) -> str:
+    """Returns the meaning in the language of ``words``; twins of flags share one sentence there."""
+    twin = re.fullmatch(r"twin of (--\w+)(, which has no effect)?", variable.meaning)
+    if twin and "twin" in words:
+        return str(words["twin without effect" if twin[2] else "twin"]).format(flag=twin[1])
+    return str(words.get("meanings", {}).get(variable.name, variable.meaning))
+
+
+def _words(page: str, language: str) -> dict[str, Any]:
+    """Returns the words of a page of docs/reference/; English ones are in the code."""
+    if language == "en":
+        return {}
+    words: dict[str, Any] = yaml.safe_load((REFERENCE / f"{page}.{language}.yaml").read_text(encoding="utf-8"))
+    return words
+
+
+def strategies_page(language: str) -> str:
+    """Returns the sections of the strategies in a language."""
+    words = _words("strategies", language)
+    options = words_of(language)
+    meanings = {**options["meanings"], **words["meanings"]}
+    return strategies_markdown({**words, "meanings": meanings, "reasons": options["reasons"]})
 
 
 def tree() -> str:
@@ -84,14 +115,14 @@ def tree() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "diff": training_diff,
-    "environment": environment_table,
-    "options-zh": partial(option_table_markdown, "zh"),
-    "option-listing": option_listing_markdown,
     "strategies": strategies_markdown,
+    "strategies-zh": partial(strategies_page, "zh"),
     "tree": tree,
 }
 # Parts that are made in both languages; the Chinese one has the name with "-zh".
 BOTH: dict[str, Callable[[str], str]] = {
+    "environment": environment_table,
+    "option-listing": option_listing_markdown,
     "errors": errors_markdown,
     "limits": statements_markdown,
     "refused-options": refused_options_markdown,

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from fleet.env import VARIABLES
+from fleet.strategies import REGISTRY
 from tests.helpers.sources import ROOT, nodes_of, python_files
 from tests.test_readme import generator, read
 
@@ -102,3 +104,31 @@ def test_both_languages_have_the_same_headings(name: str) -> None:
     english, chinese = (re.findall(r"^#+ ", read(f"docs/help/{name}{z}.md"), re.MULTILINE) for z in LANGUAGES)
     assert english == chinese
     assert len(english) >= 3
+
+
+def test_every_strategy_has_chinese_sentences() -> None:
+    guides = part("generate")._words("strategies", "zh")["guides"]
+    for name, strategy in REGISTRY.items():
+        if strategy.refused is None:
+            effects = {"model": strategy.model_effect, "optimizer": strategy.optimizer_effect}
+            wanted = {kind for kind, effect in effects.items() if effect} | (
+                {"when", "cost"} if strategy.guide else set()
+            )
+            assert wanted <= set(guides.get(name, {})), name
+    assert set(guides) <= set(REGISTRY)
+
+
+def test_every_variable_has_a_chinese_meaning() -> None:
+    """A twin of a flag needs none of its own."""
+    meanings = part("generate")._words("environment", "zh")["meanings"]
+    own = {name for name, variable in VARIABLES.items() if not variable.meaning.startswith("twin of ")}
+    assert own - set(meanings) == set()
+    assert set(meanings) <= set(VARIABLES)
+
+
+@pytest.mark.parametrize("name", ["environment", "options", "strategies", "limits", "troubleshooting"])
+def test_nothing_generated_is_left_in_english(name: str) -> None:
+    """Names, formulas, sources and the texts of errors are no sentences."""
+    folder = "help" if name in ("limits", "troubleshooting") else "reference"
+    prose = re.sub(r"`+[^`]+`+|来源[^\n]*|\([^)\n]*\)", "", read(f"docs/{folder}/{name}.zh-CN.md"))
+    assert re.findall(r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", prose) == []

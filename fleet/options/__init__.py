@@ -472,6 +472,7 @@ ENGLISH: Mapping[str, Any] = {
     "settings of": "Settings of '{name}'.",
     "meanings": {},
     "reasons": {},
+    "keys": {},
 }
 
 
@@ -540,17 +541,28 @@ def option_table_markdown(language: str = "en") -> str:
 def option_listing_markdown(language: str = "en") -> str:
     """Returns the table of the options, then a section with a table of keys for every option that has keys.
 
-    The keys are described in English in every language.
+    A key that has no words in ``language`` is described in English.
     """
     words = words_of(language)
     sections = [option_table_markdown(language)]
     for option in schema().values():
         if isinstance(option.kind, type) and issubclass(option.kind, Config):
-            keys = {**words, "meanings": {}}  # a key may have the name of an option
-            rows = [_row(name, kind, default, rule, keys) for name, kind, default, rule in _keys_of(option.kind)]
+            listed = list(_keys_of(option.kind))
+            # Not the meanings of options: a key may have the name of one.
+            keys = {
+                **words,
+                "meanings": _key_meanings(words["keys"].get(option.name, {}), [name for name, *_ in listed]),
+            }
+            rows = [_row(name, kind, default, rule, keys) for name, kind, default, rule in listed]
             table = "\n".join([*_head(words), *rows])
             sections.append(f"## {option.name}\n\n{_meaning(option.name, option.rule, words)}\n\n{table}\n")
     return "\n".join(sections)
+
+
+def _key_meanings(given: Mapping[str, str], names: list[str]) -> dict[str, str]:
+    """Returns the meaning of each key that has one, under its whole name or, in a group, under its last part."""
+    found = {name: given.get(name) or given.get(name.rpartition(".")[2]) for name in names}
+    return {name: meaning for name, meaning in found.items() if meaning}
 
 
 def _head(words: Mapping[str, Any]) -> list[str]:

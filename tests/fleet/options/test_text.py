@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
+from fleet.launch.cli.unused_flags import REFUSED_FLAGS, WITHOUT_EFFECT
 from fleet.options import (
     DistributedStrategy,
     option_listing_markdown,
@@ -14,7 +16,8 @@ from fleet.options import (
     strategy_table,
     words_of,
 )
-from fleet.strategies._declare.fields import Config
+from fleet.strategies import REGISTRY
+from fleet.strategies._declare.fields import Config, FieldRule, value_types
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -56,8 +59,39 @@ def test_chinese_words_are_complete() -> None:
         assert re.search(r"[\u4e00-\u9fff]", row[3]), name
         assert not re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", row[3]), f"{name} is in English"
     assert set(words["meanings"]) <= set(schema())
-    used = {reason for option in schema().values() for reason in (option.rule.no_meaning, option.rule.refused)}
-    assert set(words["reasons"]) <= used
+    assert set(words["reasons"]) <= reasons_in_use()
+
+
+def test_chinese_words_of_keys_are_complete() -> None:
+    """Every key has a meaning in Chinese, every outcome a reason, and no words are left for keys that are gone."""
+    words = words_of("zh")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", option_listing_markdown("zh"), re.DOTALL | re.MULTILINE))
+    for option, text in sections.items():
+        for key, row in cells(text).items():
+            assert re.search(r"[\u4e00-\u9fff]", row[3]) or row[3] in ("rank",), f"{option}.{key}"
+            assert not re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,} [a-z]{2,}", row[3]), f"{option}.{key} is in English"
+        last_parts = {key.rpartition(".")[2] for key in cells(text)} | set(cells(text))
+        assert set(words["keys"].get(option, {})) <= last_parts
+    assert set(words["keys"]) == set(sections)
+
+
+def reasons_in_use() -> set[str]:
+    """Returns every reason why an option, a key, a pair of options or a flag of the launcher does not act."""
+    configs = [option.kind for option in schema().values() if isinstance(option.default, Config)]
+    rules = [option.rule for option in schema().values()] + [rule for kind in configs for rule in rules_of(kind)]
+    own = {reason for rule in rules for reason in (rule.no_meaning, rule.refused) if reason}
+    pairs = {reason for strategy in REGISTRY.values() for reason in strategy.conflicts.values()}
+    return own | pairs | {flag.reason for flag in (*REFUSED_FLAGS, *WITHOUT_EFFECT)}
+
+
+def rules_of(kind: type[Config]) -> Iterator[FieldRule]:
+    """Yields the rules of the keys of a config, those of its groups too."""
+    for key in value_types(kind):
+        value = getattr(kind(), key)
+        if isinstance(value, Config):
+            yield from rules_of(type(value))
+        else:
+            yield kind.rule(key)
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
