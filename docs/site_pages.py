@@ -1,6 +1,7 @@
 """Gives the site its pages: the texts of the project under the paths they have in it, so that their links lead there.
 
 A hook of MkDocs (mkdocs.yml). A file that a text links to and that is no text itself becomes part of the site as it is.
+A page sees the navigation of its own language, and its twin in the other one.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "docs",
     "docs/*",
+    "docs/reference/api/**",
     "strategies",
     "strategies/_gradients",
     "strategies/sharding",
@@ -32,7 +36,44 @@ FOLDERS = (
     "fleet/training",
     "launch",
 )
+CHINESE = ".zh-CN."
+# What a page weighs in the search: a reference or a record has every word, and would hide the page that explains it.
+BOOSTS = {
+    "CHANGELOG.md": 0.1,
+    "benchmarks/": 0.2,
+    "docs/reference/api/": 0.3,
+    "docs/reference/environment": 0.5,
+    "docs/reference/options": 0.5,
+    "docs/help/": 2.0,
+    "docs/start/": 2.0,
+}
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
+_ITEM = re.compile(r"- |\d+\. ")
+_FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+# A line end between two signs of Chinese text or punctuation.
+_LINE_END = re.compile(
+    r"(?<=[\u2014-\u201d\u3000-\u9fff\uff00-\uffef])\n *(?=[\u2014-\u201d\u3000-\u9fff\uff00-\uffef])"
+)
+_REPOSITORY = re.compile(r'^(?:Repository|Source) = "(https://[^"]+)"$', re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the pages of the API to the navigation, and the link to the repository where pyproject.toml has one."""
+    config.nav = _filled(config.nav)
+    found = _REPOSITORY.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    config.repo_url = config.repo_url or (found[1] if found else None)
+    return config
+
+
+def _filled(nav: Any) -> Any:
+    """Returns ``nav`` with the texts of a folder, sorted, in place of its name, which ends with a slash."""
+    if isinstance(nav, dict):
+        return {title: _filled(part) for title, part in nav.items()}
+    if isinstance(nav, list):
+        return [_filled(part) for part in nav]
+    if not nav.endswith("/"):
+        return nav
+    return [{path.stem: path.relative_to(ROOT).as_posix()} for path in sorted((ROOT / nav).glob("*.md"))]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -44,14 +85,81 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return Files(found)
 
 
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Returns the page with the language that its name says."""
-    return output.replace('<html lang="en"', '<html lang="zh-CN"') if ".zh-CN." in page.file.src_uri else output
-
-
 def _linked(texts: list[Path]) -> Iterator[Path]:
     for text in texts:
         for target in _LINK.findall(text.read_text(encoding="utf-8")):
             path = (text.parent / target).resolve()
             if path.suffix != ".md" and path.is_file() and path.is_relative_to(ROOT):
                 yield path
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Ends the way of next and previous pages where a language ends, and takes its name out of the path to a page."""
+    for page in nav.pages:
+        if page.next_page and _language(page) != _language(page.next_page):
+            page.next_page.previous_page = None
+            page.next_page = None
+    for section in nav.items:
+        for item in section.children or ():
+            item.parent = None
+    return nav
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Weighs the page in the search; returns its text as this Markdown wants it, where GitHub asks for less."""
+    for start, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta.setdefault("search", {})["boost"] = boost
+    markdown = _indented(markdown)
+    if CHINESE not in page.file.src_uri:
+        return markdown
+    # A line end inside Chinese text would become a space.
+    return "".join(part if part.startswith("```") else _LINE_END.sub("", part) for part in _FENCED.split(markdown))
+
+
+def _indented(markdown: str) -> str:
+    """Returns the text with four spaces before what belongs to an item of a list."""
+    lines, width, fenced = [], 0, False
+    for line in markdown.split("\n"):
+        fenced ^= line.startswith("```")
+        marker = _ITEM.match(line)
+        if marker and not fenced:
+            width = len(marker[0])
+        elif line.strip() and not (width and line.startswith(" " * width)):
+            width = 0
+        elif line.strip():
+            line = "    " + line[width:]
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
+    """Gives the page the navigation and the words of its language, and a switch that leads to its twin."""
+    language = _language(page)
+    (section,) = (item for item in nav.items if isinstance(item, Section) and item.title == language)
+    own = [found for found in nav.pages if _language(found) == language]
+    context["nav"] = Navigation(section.children, own)
+    context["nav"].homepage = own[0]
+    config.theme["language"] = {"English": "en", "中文": "zh"}[language]
+    written = {found.file.src_uri: found.url for found in nav.pages}
+    english, chinese = (_twin(page.file.src_uri, suffix, written) for suffix in (".", CHINESE))
+    config.extra["alternate"] = [
+        {"name": "English", "link": english, "lang": "en"},
+        {"name": "中文", "link": chinese, "lang": "zh"},
+    ]
+    return context
+
+
+def _language(page: Page) -> str:
+    return "中文" if CHINESE in page.file.src_uri else "English"
+
+
+def _twin(path: str, suffix: str, written: dict[str, str]) -> str:
+    """Returns where a page is in the language of ``suffix``, or that language's list of pages where it is not."""
+    twin = path.replace(CHINESE, ".").replace(".md", f"{suffix}md")
+    return written.get(twin) or written[f"docs/README{suffix}md"]
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Returns the page with the full code of its language."""
+    return output.replace('<html lang="zh"', '<html lang="zh-CN"')
