@@ -25,8 +25,22 @@ MOST_TEXTS = 12
 # Names of values that say little to a reader, and the words that stand in their place.
 _PLACES = {"__name__": "type", "strerror": "reason"}
 _WORDS = {
-    "en": {"cause": "Cause", "mend": "Mend", "other": "Other texts", "also": "Also caught as"},
-    "zh": {"cause": "原因", "mend": "处理", "other": "其他信息", "also": "也可按此捕获"},
+    "en": {
+        "cause": "Cause",
+        "mend": "Mend",
+        "other": "Other texts",
+        "also": " Also caught as {bases}.",
+        "and": ", ",
+        "colon": ": ",
+    },
+    "zh": {
+        "cause": "原因",
+        "mend": "处理",
+        "other": "其他信息",
+        "also": "也可按 {bases} 捕获。",
+        "and": "、",
+        "colon": "：",
+    },
 }
 
 
@@ -158,9 +172,9 @@ def errors_markdown(language: str = "en") -> str:
 
 def _section(error: ErrorClass, entry: dict[str, Any], language: str) -> str:
     words, said = _WORDS[language], _in(entry, language)
-    also = [f"`{base}`" for base in error.bases]
-    lines = [f"### {error.name}", "", f"{said.get('meaning', error.meaning)} {words['also']} {', '.join(also)}.", ""]
-    lines += [f"- **{words['cause']}**: {said['cause']}", f"- **{words['mend']}**: {said['mend']}", ""]
+    also = words["also"].format(bases=words["and"].join(f"`{base}`" for base in error.bases))
+    lines = [f"### {error.name}", "", f"{said.get('meaning', error.meaning)}{also}", ""]
+    lines += [f"- **{words[name]}**{words['colon']}{said[name]}" for name in ("cause", "mend")] + [""]
     listed = []
     for message in entry.get("messages", ()):
         text = full_text(message["find"])
@@ -168,7 +182,7 @@ def _section(error: ErrorClass, entry: dict[str, Any], language: str) -> str:
         lines += [f"{_code(text)}", "", f"- {_in(message, language)['mend']}", ""]
     others = [text for text in error.texts if text not in listed]
     if others and len(error.texts) <= MOST_TEXTS:
-        lines += [f"{words['other']}:", "", *[f"- {_code(text)}" for text in others], ""]
+        lines += [f"{words['other']}{words['colon']}".rstrip(), "", *[f"- {_code(text)}" for text in others], ""]
     return "\n".join(lines)
 
 
