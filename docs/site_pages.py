@@ -6,6 +6,7 @@ A page sees the navigation of its own language, and its twin in the other one.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ CHINESE = ".zh-CN."
 BOOSTS = {
     "CHANGELOG.md": 0.1,
     "benchmarks/": 0.2,
-    "docs/reference/api/": 0.3,
+    "docs/reference/api/": 0.5,
     "docs/reference/environment": 0.5,
     "docs/reference/options": 0.5,
     "docs/help/": 2.0,
@@ -161,5 +162,31 @@ def _twin(path: str, suffix: str, written: dict[str, str]) -> str:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Returns the page with the full code of its language."""
-    return output.replace('<html lang="zh"', '<html lang="zh-CN"')
+    """Returns the page with the full code of its language, and with the search index of that language."""
+    if _language(page) == "English":
+        return output
+    output = output.replace('<html lang="zh"', '<html lang="zh-CN"')
+    return re.sub(r'("base": ?"[^"]*)"', r'\1/zh/"', output, count=1)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Divides the search index by language: a Chinese page also finds the English ones without a Chinese twin.
+
+    The search takes index and pages from the base of its page, which for Chinese pages is the folder zh/.
+    """
+    site = Path(config.site_dir)
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    sections = index["docs"]
+    chinese = {_page_of(section) for section in sections if CHINESE in section["location"]}
+    index["docs"] = [section for section in sections if _page_of(section) not in chinese]
+    (site / "search/search_index.json").write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+    twins = {page.replace(CHINESE, ".").replace("README.html", "index.html") for page in chinese}
+    own = [section for section in sections if _page_of(section) not in twins]
+    index["docs"] = [{**section, "location": f"../{section['location']}"} for section in own]
+    (site / "zh/search").mkdir(parents=True)
+    (site / "zh/search/search_index.json").write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+
+
+def _page_of(section: dict[str, Any]) -> str:
+    page: str = section["location"].partition("#")[0]
+    return page

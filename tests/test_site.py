@@ -46,11 +46,54 @@ def test_a_page_has_the_language_of_its_text(site: Path) -> None:
         assert f'<html lang="{language}"' in (site / f"{name}.html").read_text(encoding="utf-8")
 
 
-def test_search_knows_both_languages(site: Path) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+def found_by_search(site: Path, folder: str) -> set[str]:
+    """Returns the pages in a search index, relative to the site."""
+    index = json.loads((site / folder / "search_index.json").read_text(encoding="utf-8"))
     assert index["config"]["lang"] == ["en", "zh"]
-    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
-    assert {"docs/reference/api.html", "docs/reference/options.zh-CN.html"} <= places
+    return {entry["location"].partition("#")[0] for entry in index["docs"]}
+
+
+def test_search_stays_in_the_language_of_the_page(site: Path) -> None:
+    english, chinese = found_by_search(site, "search"), found_by_search(site, "zh/search")
+    assert {"docs/reference/api.html", "docs/ps/modes.html"} <= english
+    assert not [page for page in english if ".zh-CN." in page]
+    # A page that is not translated is better than none.
+    assert {"../docs/ps/modes.zh-CN.html", "../docs/reference/api.html", "../docs/ps/README.zh-CN.html"} <= chinese
+    assert not {"../docs/ps/modes.html", "../docs/ps/index.html"} & chinese
+
+
+def test_the_search_index_is_where_a_page_looks_for_it(site: Path) -> None:
+    for page in ("README.zh-CN.html", "docs/ps/modes.zh-CN.html"):
+        (base,) = re.findall(r'"base": ?"([^"]*)"', (site / page).read_text(encoding="utf-8"))
+        assert ((site / page).parent / base / "search" / "search_index.json").resolve().is_file()
+        assert base.endswith("/zh/")
+
+
+def test_the_switch_of_the_language_stays_on_the_page(site: Path) -> None:
+    for page in ("docs/ps/modes.html", "docs/ps/modes.zh-CN.html"):
+        links = dict(re.findall(r'<a href="([^"]*)" hreflang="(\w+)"', (site / page).read_text(encoding="utf-8")))
+        assert links == {"modes.html": "en", "modes.zh-CN.html": "zh"}
+    text = (site / "docs" / "reference" / "api.html").read_text(encoding="utf-8")
+    assert '<a href="../README.zh-CN.html" hreflang="zh"' in text
+
+
+def test_a_page_has_the_tabs_of_its_language_and_the_pages_beside_it(site: Path) -> None:
+    for page, tab, beside in (
+        ("modes", "Run on", "embeddings.html"),
+        ("modes.zh-CN", "运行环境", "embeddings.zh-CN.html"),
+    ):
+        text = (site / "docs" / "ps" / f"{page}.html").read_text(encoding="utf-8")
+        tabs = re.findall(r'class="md-tabs__link">\s*([^<]+?)\s*<', text)
+        assert tab in tabs
+        assert len(tabs) == 7 if page == "modes" else len(tabs) >= 6
+        assert f'<link rel="prev" href="{beside}">' in text
+    last = (site / "fleet" / "ps" / "index.html").read_text(encoding="utf-8")
+    assert 'rel="next"' not in last or ".zh-CN" not in last.split('rel="next"')[1].split(">")[0]
+
+
+def test_code_is_folded_and_not_cut_off(site: Path) -> None:
+    assert "white-space: pre-wrap" in (site / "site.css").read_text(encoding="utf-8")
+    assert "site.css" in (site / "docs" / "ps" / "modes.html").read_text(encoding="utf-8")
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
