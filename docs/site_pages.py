@@ -42,11 +42,11 @@ CHINESE = ".zh-CN."
 BOOSTS = {
     "CHANGELOG.md": 0.1,
     "benchmarks/": 0.2,
-    "docs/reference/api/": 0.5,
+    "fleet/": 0.5,
+    "launch/": 0.5,
+    "strategies/": 0.5,
     "docs/reference/environment": 0.5,
     "docs/reference/options": 0.5,
-    "docs/help/": 2.0,
-    "docs/start/": 2.0,
 }
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 _ITEM = re.compile(r"- |\d+\. ")
@@ -74,7 +74,8 @@ def _filled(nav: Any) -> Any:
         return [_filled(part) for part in nav]
     if not nav.endswith("/"):
         return nav
-    return [{path.stem: path.relative_to(ROOT).as_posix()} for path in sorted((ROOT / nav).glob("*.md"))]
+    paths = sorted((ROOT / nav).glob("*.md"), key=lambda path: path.stem)
+    return [{path.stem: path.relative_to(ROOT).as_posix()} for path in paths]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -119,13 +120,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _indented(markdown: str) -> str:
-    """Returns the text with four spaces before what belongs to an item of a list."""
-    lines, width, fenced = [], 0, False
+    """Returns the text with four spaces before what belongs to an item of a list, and a line before the next item."""
+    lines: list[str] = []
+    width, start, fenced = 0, 0, False
     for line in markdown.split("\n"):
         fenced ^= line.startswith("```")
         marker = _ITEM.match(line)
         if marker and not fenced:
-            width = len(marker[0])
+            lines += [""] if width and "" in lines[start:] and lines[-1] else []
+            width, start = len(marker[0]), len(lines)
         elif line.strip() and not (width and line.startswith(" " * width)):
             width = 0
         elif line.strip():
