@@ -435,10 +435,14 @@ def test_package_code_is_ascii() -> None:
 # Written with a class of one character so that this file does not find itself.
 MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:[w]ork|[r]oot|[h]ome|[U]sers|[o]pt/wheels|[m]nt/data)(?=/|\b)")
 HOSTS = re.compile(r"\w+://(?:[^/@\s]*@)?\[?([\w.-]+)")
-# Hosts a text may name: this machine, private and example addresses and names, and where the licence is published.
+# Hosts a text may name: this machine, private and example addresses and names, where the licence is published, and
+# where torch without CUDA is.
 ALLOWED_HOSTS = re.compile(
-    r"(127|10)(\.\d+){3}|192\.168(\.\d+){2}|192\.0\.2\.\d+|localhost|([\w-]+\.)*example(\.com|\.org)?|www\.apache\.org"
+    r"(127|10)(\.\d+){3}|192\.168(\.\d+){2}|192\.0\.2\.\d+|localhost|([\w-]+\.)*example(\.com|\.org)?"
+    r"|www\.apache\.org|download\.pytorch\.org"
 )
+# What links to others' pages by its nature: public reports of bugs, and the comparison with other tools.
+LINKED_PLACES = ("benchmarks/silent_bugs/", "docs/help/comparison")
 
 
 def texts() -> Iterator[tuple[str, int, str]]:
@@ -460,8 +464,7 @@ def test_no_file_names_a_host() -> None:
         f"{path}:{number} {host}"
         for path, number, line in texts()
         for host in HOSTS.findall(line)
-        # The links to public reports are what that benchmark consists of.
-        if "." in host and not ALLOWED_HOSTS.fullmatch(host) and not path.startswith("benchmarks/silent_bugs/")
+        if "." in host and not ALLOWED_HOSTS.fullmatch(host) and not path.startswith(LINKED_PLACES)
     ]
     assert found == []
 
