@@ -25,7 +25,7 @@ from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError, PSError, UnsupportedOptionError
 from fleet.launch.membership.callers import Answerer, listen
-from fleet.ps.server.measures import Measure, RowRates, server_measures, worker_measures
+from fleet.ps.server.measures import Measure, Rates, server_measures, worker_measures
 from fleet.trackers.page_trackers import write_record
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ _LONGEST_REQUEST = 16384
 _RETRY_S = 0.2
 _WARN_AFTER_S = 5.0
 _PAGE_PERIOD_S = 1.0
+_PAGE_RATES = {
+    "pulled_rows_per_s": "pulled",
+    "pushed_rows_per_s": "rows",
+    "pulled_elements_per_s": "pulled_elements",
+    "pushed_elements_per_s": "elements",
+}
 _page_numbers = count()  # a process may serve several shards
 Stop = Callable[[], None]
 
@@ -301,12 +307,12 @@ def write_server_page(state: ServerState, index: int, environment: Environment) 
     ended = threading.Event()
 
     def write() -> None:
-        rates = RowRates(state, time.monotonic())
+        rates = Rates(state, time.monotonic())
         while True:
             with suppress(OSError):  # a full disk ends no server
                 record = _page_record(state)
-                pulled, pushed = rates.since_last(time.monotonic())
-                record["totals"].update(pulled_rows_per_s=pulled, pushed_rows_per_s=pushed)
+                now = rates.since_last(time.monotonic())
+                record["totals"].update({name: now[count] for name, count in _PAGE_RATES.items()})
                 write_record(path, record)
             if ended.wait(_PAGE_PERIOD_S):
                 return

@@ -43,7 +43,10 @@ def server_measures(state: ServerState) -> list[Measure]:
         held = sum(map(len, job.held.values()))
         behind = state.journal.last_lsn - state.journal.durable_lsn if state.journal.level else 0
     spread = max(active) - min(active) if active else 0
-    rows, size = ({name: float(facts[key]) for name, facts in tables.items()} for key in ("rows", "bytes"))
+    size = {name: float(facts["bytes"]) for name, facts in tables.items()}
+    # Only dense tables are set as a whole; what they hold are elements.
+    elements = {name: float(facts["rows"]) for name, facts in tables.items() if "is_set" in facts}
+    rows = {name: float(facts["rows"]) for name, facts in tables.items() if name not in elements}
     evicted = {name: float(facts["evicted"]) for name, facts in tables.items() if "evicted" in facts}
     asked, hits = (
         {name: float(facts[key]) for name, facts in tables.items() if key in facts} for key in ("asked", "found")
@@ -51,12 +54,15 @@ def server_measures(state: ServerState) -> list[Measure]:
     return [
         Measure("asked_ids", "ids that pulls asked a table for", label="table", samples=asked, grows=True),
         Measure("found_ids", "ids of pulls that had a row", label="table", samples=hits, grows=True),
-        Measure("table_rows", "rows of a table on this server", label="table", samples=rows),
+        Measure("table_rows", "rows of a table of ids on this server", label="table", samples=rows),
+        Measure("table_elements", "elements of a dense table on this server", label="table", samples=elements),
         Measure("table_bytes", "memory of a table on this server", label="table", samples=size),
         Measure("evicted_rows", "rows that a table has lost to its limit", label="table", samples=evicted, grows=True),
         Measure("memory_bytes", "resident memory of the process", resident_bytes()),
         Measure("pulled_rows", "rows given to workers", counts["pulled"], grows=True),
-        Measure("pushed_rows", "rows and dense elements changed", counts["rows"], grows=True),
+        Measure("pulled_elements", "dense elements given to workers", counts["pulled_elements"], grows=True),
+        Measure("pushed_rows", "rows changed", counts["rows"], grows=True),
+        Measure("pushed_elements", "dense elements changed", counts["elements"], grows=True),
         Measure("changes", "messages applied", counts["applied"], grows=True),
         Measure("duplicates", "changes recognised as applied before", counts["duplicates"], grows=True),
         Measure("waiting_gradients", "gradients that wait for other workers (sync)", held),
@@ -124,22 +130,22 @@ def _lag_measures(lags: Mapping[tuple[str, ...], float]) -> list[Measure]:
     return [Measure("stream_lag_events", "events that wait to be trained", label=label, samples=lags)] if lags else []
 
 
-class RowRates:
-    """Rows per second that a server gives out and changes."""
+class Rates:
+    """Rows, and elements of dense tables, that a server gives out and changes in a second."""
 
     def __init__(self, state: ServerState, now: float) -> None:
         self._state = state
         self._since = now
         self._before = dict(state.counts)
 
-    def since_last(self, now: float) -> tuple[float, float]:
-        """Returns the rates of pulled and of pushed rows since the last call."""
+    def since_last(self, now: float) -> dict[str, float]:
+        """Returns the rates since the last call, by the server's count."""
         counts = dict(self._state.counts)
         seconds = max(now - self._since, 1e-3)
-        pulled, pushed = ((counts[name] - self._before[name]) / seconds for name in ("pulled", "rows"))
+        rates = {name: (count - self._before[name]) / seconds for name, count in counts.items()}
         self._since = now
         self._before = counts
-        return pulled, pushed
+        return rates
 
 
 class Summary:
@@ -147,19 +153,19 @@ class Summary:
 
     def __init__(self, state: ServerState, now: float) -> None:
         self._state = state
-        self._rates = RowRates(state, now)
+        self._rates = Rates(state, now)
 
     def line(self, now: float) -> str | None:
         """Returns the line, or ``None`` when no row was pulled or pushed since the last call."""
-        pulled, pushed = self._rates.since_last(now)
-        if not (pulled or pushed):
+        rates = self._rates.since_last(now)
+        if not any(rates[name] for name in ("pulled", "pulled_elements", "rows", "elements")):
             return None
         found = {measure.name: measure for measure in server_measures(self._state)}
         rows, size = (sum(found[name].samples.values()) for name in ("table_rows", "table_bytes"))
         return (
             f"{rows:.0f} rows in {len(found['table_rows'].samples)} tables, {size / 1e6:.1f} MB "
-            f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {pulled:.0f} rows/s pulled, "
-            f"{pushed:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
+            f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {rates['pulled']:.0f} rows/s pulled, "
+            f"{rates['rows']:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
             f"is {found['staleness_steps'].value:.0f} steps behind"
         )
 

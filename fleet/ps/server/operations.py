@@ -272,7 +272,8 @@ class Operations:
         create = not header.flags & MessageFlag.NO_CREATE
         for part, table, rows in zip(parts, tables, peer.connection.rows(shapes), strict=True):
             table.pull(part, rows, create)
-            self.state.counts["pulled"] += len(rows)
+            # Without ids the part is a whole dense table.
+            self.state.counts["pulled" if part.ids is not None else "pulled_elements"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))
         return reached, answers
 

@@ -87,7 +87,7 @@ class ServerState:
         # Why a load could not be made, by its id and whether this is what its check found; "": nothing is wrong.
         self.load_problems: dict[tuple[str, bool], str] = {}
         self.failure: BaseException | None = None
-        self.counts = {"applied": 0, "duplicates": 0, "rows": 0, "pulled": 0}
+        self.counts = dict.fromkeys(("applied", "duplicates", "rows", "elements", "pulled", "pulled_elements"), 0)
         self.make_table = make_table
         self.on_unrecorded: Callable[[], None] = lambda: None  # called after rows have changed without a record
         self._applying = threading.Lock()
@@ -304,7 +304,7 @@ class ServerState:
                 table.add(part, lsn)
             else:
                 table.set_values(part)
-            self.counts["rows"] += part.n
+            self.counts["rows" if part.ids is not None else "elements"] += part.n
         self.counts["applied"] += 1
 
     def _evict(self, table_ids: Sequence[int]) -> None:

@@ -28,7 +28,8 @@ def test_a_sync_server_counts_what_waits_and_who_is_behind() -> None:
         assert found["staleness_steps"] == 2
         assert found["worker_steps"] == {"0": 3.0, "1": 1.0}
         assert found["workers"] == {"active": 2.0}
-        assert found["table_rows"] == {"ads": 3.0, "mlp": 5.0}
+        assert found["table_rows"] == {"ads": 3.0}
+        assert found["table_elements"] == {"mlp": 5.0}
         assert found["pushed_rows"] == 3
         assert found["pulled_rows"] == 0
 
@@ -71,6 +72,17 @@ def test_hits_are_counted_for_each_table() -> None:
         assert sum(one["asked_ids"]["ads"] for one in found) == 10  # type: ignore[index]
         assert sum(one["found_ids"]["ads"] for one in found) == 5  # type: ignore[index]
         assert "mlp" not in found[0]["asked_ids"]  # type: ignore[operator]
+
+
+def test_rows_and_dense_elements_are_counted_apart() -> None:
+    with serving() as service:
+        client = service.client(tables={0: SPARSE, 1: DENSE})
+        state = service.servers[0].state
+        client.wait(client.push({0: gradient([1, 2, 3]), 1: np.ones(5, np.float32)}))
+        client.wait(client.pull({0: np.array([1, 2]), 1: None}))
+        found = values(state)
+        assert (found["pushed_rows"], found["pushed_elements"]) == (3, 5)
+        assert (found["pulled_rows"], found["pulled_elements"]) == (2, 5)
 
 
 def test_the_summary_has_rates_and_says_nothing_while_nothing_moves() -> None:
