@@ -23,8 +23,8 @@ class TrackerConfig(Config, option="tracker_configs"):
     every: int = setting(10, "steps between two of these records, which hold the means of the steps", at_least=1)
     total_steps: int = setting(
         0,
-        "steps that the optimizers make in the whole run, for the progress in the status of a Kubeflow TrainJob; "
-        "0: not known, and no progress is reported",
+        "steps that the optimizers make in the whole run, for the progress on the page of the job and in the status of "
+        "a Kubeflow TrainJob; 0: not known, and no progress is shown. fleet.log takes it as well",
         at_least=0,
     )
     peak_tflops: float = setting(

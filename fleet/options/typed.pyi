@@ -2411,8 +2411,8 @@ class TrackerConfigDict(TypedDict, total=False):
     every: int
     """Steps between two of these records, which hold the means of the steps. Default: 10."""
     total_steps: int
-    """Steps that the optimizers make in the whole run, for the progress in the status of a Kubeflow TrainJob; 0:
-    not known, and no progress is reported. Default: 0.
+    """Steps that the optimizers make in the whole run, for the progress on the page of the job and in the status of
+    a Kubeflow TrainJob; 0: not known, and no progress is shown. fleet.log takes it as well. Default: 0.
     """
     peak_tflops: float
     """What this device computes at most, in TFLOP/s, for the model FLOPs utilisation; 0 takes the 16-bit peak of

@@ -15,8 +15,7 @@ import os
 import re
 import ssl
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from fleet.common.log import LOGGER
 from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
 from fleet.errors import ConfigError
+from fleet.trackers.progress import Progress
 from fleet.trackers.tracker import Tracker
 
 _URL = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -46,17 +46,15 @@ class KubeflowTracker(Tracker):
     """Keeps the newest values and sends them from a separate thread, at most once in five seconds.
 
     Args:
-        total_steps: the steps of the whole run; with 0, for unknown, no progress is reported.
-        steps: returns the number of finished steps; where it is 0, the step of the values counts.
+        progress: of the run; where its length is not known, no progress is reported.
         environment: names the endpoint.
 
     Raises:
         ConfigError: the address cannot be used, or the file with the token is not named.
     """
 
-    def __init__(self, total_steps: int, steps: Callable[[], int], environment: Environment) -> None:
-        self._total_steps = total_steps
-        self._steps = steps
+    def __init__(self, progress: Progress, environment: Environment) -> None:
+        self._progress = progress
         self._host, self._port, self._path = _split(environment.str(_URL))
         if not environment.has(_TOKEN):
             raise ConfigError(
@@ -66,8 +64,6 @@ class KubeflowTracker(Tracker):
         self._token_path = Path(environment.str(_TOKEN))
         self._ca = environment.raw(_CA)
         self._values: dict[str, float] = {}
-        self._first: tuple[float, int] | None = None  # when the first values came, and at which step
-        self._logged_step = 0
         self._named: set[str] = set()
         self._wake = threading.Condition()
         self._is_new = self._is_over = False
@@ -81,9 +77,7 @@ class KubeflowTracker(Tracker):
                 # The newest values stand last: of more than 256, or of a body too long, the oldest are left out.
                 self._values.pop(name, None)
                 self._values[name] = value
-            self._logged_step = max(step, self._logged_step)
-            if self._first is None:
-                self._first = (time.monotonic(), self._steps() or step)
+            self._progress.note(step)
             self._is_new = True
             self._wake.notify()
         if self._thread is None:
@@ -118,12 +112,13 @@ class KubeflowTracker(Tracker):
 
     def _body(self, is_over: bool) -> bytes:
         """Returns the body of a request with the current status."""
-        step = self._steps() or self._logged_step
+        progress = self._progress
+        step = progress.step
         status: dict[str, Any] = {"lastUpdatedTime": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
-        if self._total_steps:
-            is_done = is_over and step >= self._total_steps and not EXIT.code
-            status["progressPercentage"] = 100 if is_done else min(99, 100 * step // self._total_steps)
-            left_s = 0.0 if is_done else self._remaining_s(step)
+        if progress.total_steps:
+            is_done = is_over and step >= progress.total_steps and not EXIT.code
+            status["progressPercentage"] = 100 if is_done else min(99, 100 * step // progress.total_steps)
+            left_s = 0.0 if is_done else progress.left_s(step)
             if left_s is not None:
                 status["estimatedRemainingSeconds"] = min(int(left_s), _LARGEST)
         named = {"step": f"{step}", **{name: f"{value:.6g}" for name, value in self._values.items() if name}}
@@ -133,14 +128,6 @@ class KubeflowTracker(Tracker):
             if len(body) <= _MOST_BYTES:
                 return body
             metrics = metrics[len(metrics) // 4 + 1 :]
-
-    def _remaining_s(self, step: int) -> float | None:
-        """Returns the seconds that the remaining steps will take at the rate so far; None before there is a rate."""
-        assert self._first is not None
-        began_at, first = self._first
-        if step <= first:
-            return None
-        return max(0, self._total_steps - step) * (time.monotonic() - began_at) / (step - first)
 
     def _send(self, body: bytes) -> bool:
         """Sends ``body``; returns whether the endpoint accepted it. Each kind of failure is logged once."""

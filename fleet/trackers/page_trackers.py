@@ -3,7 +3,8 @@
 [Note: The folder of the page]
 FLEET_PAGE_FOLDER names a folder that the launcher made. The processes of the node write there, and the launcher reads:
 
-- ``worker.R.json``, by the worker of rank R: this worker's newest step and values, and the folder of its checkpoints.
+- ``worker.R.json``, by the worker of rank R: this worker's newest step and values, the folder of its checkpoints and,
+  where the number of steps is known, how far it is.
 - ``curves.jsonl``, by worker 0: values of the job, a line for each step that is worth a point.
 - ``server.I.N.json``, by parameter server I: the measures of its tables (``fleet/ps_job/server_metrics.py``).
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.common.plain_files import open_own, replace_file
+from fleet.trackers.progress import Progress
 from fleet.trackers.tracker import RunInfo, Tracker
 
 _PERIOD_S = 0.5
@@ -37,12 +39,14 @@ class RankPage(Tracker):
 
     Args:
         folder: the folder of the page.
+        progress: of the run.
     """
 
     every_rank = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
+        self._progress = progress
         self._values: dict[str, float] = {}
         self._step = 0
         self._written_at = 0.0
@@ -56,6 +60,7 @@ class RankPage(Tracker):
         """Keeps ``values`` beside the values of other names."""
         self._values.update(values)
         self._step = step
+        self._progress.note(step)
         if time.monotonic() - self._written_at >= _PERIOD_S:
             self._write()
 
@@ -66,7 +71,13 @@ class RankPage(Tracker):
     def _write(self) -> None:
         self._written_at = time.monotonic()
         checkpoints = None if self.checkpoints is None else str(self.checkpoints)
-        write_record(self._path, {"step": self._step, "values": self._values, "checkpoints": checkpoints})
+        record: dict[str, Any] = {"step": self._step, "values": self._values, "checkpoints": checkpoints}
+        if self._progress.total_steps:
+            step = self._progress.step
+            record["progress"] = {"step": step, "total_steps": self._progress.total_steps, "at": time.time()}
+            left_s = self._progress.left_s(step)
+            record["progress"] |= {} if left_s is None else {"left_s": left_s}
+        write_record(self._path, record)
 
 
 class CurvePage(Tracker):

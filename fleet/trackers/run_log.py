@@ -22,6 +22,7 @@ from fleet.strategies._declare.fields import Values
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
 from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
 from fleet.trackers.page_trackers import CurvePage, RankPage
+from fleet.trackers.progress import Progress
 from fleet.trackers.run_record import RunRecord
 from fleet.trackers.step_values import StepValues, peak_of
 from fleet.trackers.tracker import RunInfo, Tracker
@@ -51,6 +52,7 @@ class RunLog(Listener):
         self._job = job
         self.sleeps = True
         self._means = ValueMeans(job)
+        self._progress = Progress(lambda: self._step)
         self._trackers: dict[str, Tracker] = {}
         self._has_started = False
         self._unlogged_steps = 0
@@ -75,9 +77,11 @@ class RunLog(Listener):
             return
         asked = {name: "strategy.trackers" for name in options["trackers"]}
         asked.update({name: _ORIGIN for name in environment.list(_VARIABLE) if name not in asked})
-        if not asked and options.is_set("tracker_configs") and not environment.has(_KUBEFLOW):
+        folder = environment.raw("FLEET_PAGE_FOLDER")
+        if not (asked or folder or environment.has(_KUBEFLOW)) and options.is_set("tracker_configs"):
             LOGGER.warning("tracker_configs was set and changes nothing: strategy.trackers names none.")
         config = options["tracker_configs"]
+        self._progress.total_steps = config.total_steps
         if config.run_name and _NAME.fullmatch(config.run_name) is None:
             raise ConfigError(
                 f"tracker_configs['run_name'] is {config.run_name!r}; it takes letters, digits, '_', '.' and '-', at "
@@ -86,19 +90,21 @@ class RunLog(Listener):
         check_trackers(asked)
         made = {name: make_tracker(name, origin) for name, origin in asked.items() if self._may_be_here(name)}
         self.is_recorded = bool(asked)
-        if folder := environment.raw("FLEET_PAGE_FOLDER"):
-            self._rank_page = RankPage(Path(folder))
+        if folder:
+            self._rank_page = RankPage(Path(folder), self._progress)
             self._job.listeners.wake(self)
             made.update({_RANK_PAGE: self._rank_page, "the job's page": CurvePage(Path(folder))})
         if environment.has(_KUBEFLOW) and job.global_rank == 0:
-            made["Kubeflow Trainer's status"] = KubeflowTracker(config.total_steps, lambda: self._step, environment)
+            made["Kubeflow Trainer's status"] = KubeflowTracker(self._progress, environment)
         self._trackers = {name: tracker for name, tracker in made.items() if self._is_here(tracker)}
         if asked and job.global_rank == 0:
             _make_folder(Path(config.folder).expanduser())
         self._measure(options)
 
-    def log(self, values: Any, step: Any = None) -> dict[str, float]:
+    def log(self, values: Any, step: Any = None, total_steps: Any = None) -> dict[str, float]:
         """Writes ``values``, see ``fleet.log``."""
+        if total_steps is not None:
+            self._progress.total_steps = _checked_steps("total_steps", total_steps)
         times = self._job.listeners.get(StepWatch).times
         with nullcontext() if times is None else times.aside():
             return self._log(values, step)
@@ -107,7 +113,7 @@ class RunLog(Listener):
         job = self._job
         if job.record.kind is not Role.WORKER:
             raise ConfigError("fleet.log() is for workers; this process is a parameter server.")
-        number = self._step if step is None else _checked_step(step)
+        number = self._step if step is None else _checked_steps("step", step)
         own = as_numbers(values)
         means = self._means.of(own, number)
         # The script counts its own steps; the trackers start without a first step, since nothing of an earlier run
@@ -225,10 +231,10 @@ class RunLog(Listener):
             )
 
 
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__") or int(step) < 0:
-        raise ConfigError(f"fleet.log(step={step!r:.80}) takes a number of steps, at least 0.")
-    return int(step)
+def _checked_steps(name: str, steps: Any) -> int:
+    if isinstance(steps, bool) or not hasattr(steps, "__index__") or int(steps) < 0:
+        raise ConfigError(f"fleet.log({name}={steps!r:.80}) takes a number of steps, at least 0.")
+    return int(steps)
 
 
 def _make_folder(folder: Path) -> None:

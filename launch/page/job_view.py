@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet.launch.page.page_folder import CheckpointLooks, CheckpointRecord, PageFolder, ServerRecord, WorkerRecord
+from fleet.launch.page.job_charts import is_loss
+from fleet.launch.page.page_folder import (
+    CheckpointLooks,
+    CheckpointRecord,
+    PageFolder,
+    ProgressRecord,
+    ServerRecord,
+    WorkerRecord,
+)
 from fleet.launch.plan.records import ProcessExit
 from fleet.launch.processes.logs import read_tail
 from fleet.launch.processes.process import Process
@@ -124,6 +132,7 @@ class ProcessRow:
     rate: float | None = None  # steps/s
     memory_mib: float | None = None
     values: dict[str, float] = field(default_factory=dict)
+    progress: ProgressRecord | None = None
 
     @property
     def key(self) -> str:
@@ -133,7 +142,7 @@ class ProcessRow:
     @property
     def loss(self) -> float | None:
         """The newest value that is called a loss; of several, the first by length and alphabet."""
-        names = sorted((name for name in self.values if "loss" in name.lower()), key=lambda name: (len(name), name))
+        names = sorted((name for name in self.values if is_loss(name)), key=lambda name: (len(name), name))
         return self.values[names[0]] if names else None
 
 
@@ -187,6 +196,7 @@ class JobView:
         self.facts = facts
         self.requests = StackRequests()
         self.began_at = time.time()
+        self._ended_at: float | None = None
         self._folder = PageFolder(folder)
         self._checkpoints = CheckpointLooks()
         # Held by the page's threads alone, around the files and the records read from them: a slow file system blocks
@@ -256,6 +266,7 @@ class JobView:
         """The job has ended on this node."""
         with self._lock:
             self.state = f"ended with exit code {exit_code}"
+            self._ended_at = time.time()
 
     # Called by the page's threads, which read.
 
@@ -263,6 +274,11 @@ class JobView:
     def where(self) -> str:
         """Which node of the job this is."""
         return f"{self._place}, {self._host}" if self._host else ""
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds since the launcher began, at most until the job ended on this node."""
+        return (self._ended_at or time.time()) - self.began_at
 
     def rows(self) -> list[ProcessRow]:
         """Returns the processes, servers first, each by rank; at most a second old."""
@@ -327,6 +343,7 @@ class JobView:
             rate=_rate_of(seen, record),
             memory_mib=None if facts is None else facts.resident_bytes / _MIB,
             values=record.values,
+            progress=record.progress if process.ended is None else None,
         )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,12 +35,23 @@ _MAX_WAITING = 8  # looks at folders that do not answer
 
 
 @dataclass(frozen=True)
+class ProgressRecord:
+    """How far a worker of a run of known length was at the time ``at``, in seconds since the epoch."""
+
+    step: float
+    total_steps: float
+    at: float
+    left_s: float | None = None  # None: no rate is known yet
+
+
+@dataclass(frozen=True)
 class WorkerRecord:
     """The newest values of one worker."""
 
     step: int = 0
     values: dict[str, float] = field(default_factory=dict)
     checkpoints: Path | None = None
+    progress: ProgressRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +177,15 @@ def _worker_of(found: dict[str, Any]) -> WorkerRecord:
         step=step if isinstance(step, int) else 0,
         values=_numbers(found.get("values")),
         checkpoints=Path(checkpoints) if isinstance(checkpoints, str) else None,
+        progress=_progress_of(_numbers(found.get("progress"))),
     )
+
+
+def _progress_of(found: Mapping[str, float]) -> ProgressRecord | None:
+    step, total_steps, at, left_s = (found.get(name, math.nan) for name in ("step", "total_steps", "at", "left_s"))
+    if not all(map(math.isfinite, (step, total_steps, at))) or total_steps < 1:
+        return None
+    return ProgressRecord(step, total_steps, at, left_s if math.isfinite(left_s) else None)
 
 
 def _server_of(found: dict[str, Any]) -> ServerRecord | None:

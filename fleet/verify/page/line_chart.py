@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fleet.common.round_axis import round_axis
+
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
 _MOST_TICKS = 7
@@ -57,7 +59,7 @@ def line_chart(series: Sequence[Series], *, label: str, log: bool = False) -> st
     steps = [x for x, _ in points]
     values = [y for _, y in points]
     across = _Axis(*_apart(min(steps), max(steps), 0.5), LEFT, WIDTH - RIGHT)
-    low, high, ticks = _decades(values) if log else _round_values(min(values), max(values))
+    low, high, ticks = _decades(values) if log else _round_values(values)
     up = _Axis(low, high, HEIGHT - BOTTOM, TOP, log)
     parts = [*_value_grid(up, ticks), *_step_marks(across, sorted(set(steps)))]
     for i, one in enumerate(kept):
@@ -104,15 +106,10 @@ def _line(i: int, series: Series, across: _Axis, up: _Axis) -> list[str]:
     return [f'<polyline class="line{i}" points="{path}"/>', *dots]
 
 
-def _round_values(low: float, high: float) -> tuple[float, float, list[tuple[float, str]]]:
-    """Returns both ends of a linear axis and its ticks, at 1, 2 or 5 times a power of ten."""
-    low, high = _apart(low, high, abs(low) * 0.1 or 1.0)
-    rough = (high - low) / 4
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    first = math.floor(low / step)
-    last = math.ceil(high / step)
-    return first * step, last * step, [(n * step, f"{n * step:.4g}") for n in range(first, last + 1)]
+def _round_values(values: Sequence[float]) -> tuple[float, float, Sequence[tuple[float, str]]]:
+    """Returns both ends of a linear axis and its ticks."""
+    axis = round_axis(min(values), max(values), most_parts=4)
+    return axis.low, axis.high, axis.ticks
 
 
 def _decades(values: Sequence[float]) -> tuple[float, float, list[tuple[float, str]]]:

@@ -18,6 +18,7 @@ from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.trackers import kubeflow_tracker
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
+from fleet.trackers.progress import Progress
 from tests.helpers.ready_python import run_python
 from tests.helpers.status_server import SCHEMA, StatusServer, serve_status
 
@@ -44,7 +45,9 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def tracker(server: StatusServer, folder: Path, total: int = 10, steps: int = 0, **changed: str) -> KubeflowTracker:
-    return KubeflowTracker(total, lambda: steps, Environment({**server.variables(folder), **changed}))
+    progress = Progress(lambda: steps)
+    progress.total_steps = total
+    return KubeflowTracker(progress, Environment({**server.variables(folder), **changed}))
 
 
 def status(body: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_the_token_becomes_a_cookie(page: PageServer) -> None:
     assert "worker 1" in text
     assert page.token not in text
     paths = re.findall(r'(?:href|src|action|data-events)="([^"]*)"', text)
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path in paths:
         assert path.startswith(f"{page.base}/")
         assert path.endswith("/events") or ask(page, path, mine)[0] == 200
@@ -391,14 +391,14 @@ def test_a_browser_takes_the_token_and_the_changes(tmp_path: Path, monkeypatch: 
             browser.wait_for('document.getElementById("row-worker.0") !== null')
             assert browser.value("location.href") == f"{page.address.rstrip('/')}{page.base}/"
             file.words[STEP] = 12345
-            browser.wait_for('document.getElementById("row-worker.0").textContent.includes("12345")')
+            browser.wait_for('document.getElementById("row-worker.0").textContent.includes("12,345")')
             browser.value('document.querySelector("#processes a").click()')
             browser.wait_for('document.querySelector("#stacks button") !== null')
             browser.value('document.querySelector("#stacks button").click()')
             browser.wait_for('document.querySelector("#stacks pre") !== null')
             assert browser.value('document.querySelector("#stacks pre").textContent') == "<stacks of worker 0>"
             file.words[STEP] = 23456
-            browser.wait_for('document.getElementById("summary").textContent.includes("step 23456")')
+            browser.wait_for('document.getElementById("summary").textContent.includes("step 23,456")')
             assert browser.value('document.querySelector("#stacks pre").textContent') == "<stacks of worker 0>"
             assert not browser.value('document.body.classList.contains("lost")')
             for width, scheme in ((1200, "light"), (390, "dark")):
