@@ -66,7 +66,7 @@ def main() -> None:
     for tokens, targets in report.steps(rows):
         tokens, targets = tokens.to(device), targets.to(device)
         loss = model.train_batch([tokens, targets], optimizer, scheduler)
-        report.add(fleet.log({"loss": loss})["loss"])
+        report.add(fleet.log({"loss": loss}, total_steps=args.steps)["loss"])
     state = model.full_state_dict(keep=fleet.is_first_worker())
     if args.sample_bytes and fleet.is_first_worker():
         plain = make_gpt(config)  # names and shapes are the plain model's, whatever the mesh

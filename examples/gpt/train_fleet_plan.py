@@ -43,7 +43,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        report.add(fleet.util.all_reduce(loss.item()) / fleet.worker_num())
+        report.add(fleet.log({"loss": loss}, total_steps=args.steps)["loss"])
     if args.sample_bytes:
         report.line(sample(model, args.prompt, args.sample_bytes, args.length, seed=args.seed))
 

@@ -52,7 +52,7 @@ def main() -> None:
         accuracy = fleet.metrics.acc(hits.sum(), hits.size)
         sums = fleet.util.all_reduce(report.sums)
         report.end_epoch(sums, accuracy, optimizer.param_groups[0]["lr"])
-        fleet.log({"loss": sums[0] / sums[3], "test_acc1": accuracy})
+        fleet.log({"loss": sums[0] / sums[3], "test_acc1": accuracy}, total_steps=num_steps)
     report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")
 
 

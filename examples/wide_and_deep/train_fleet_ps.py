@@ -51,7 +51,7 @@ def main() -> None:
     model = fleet.distributed_model(model)
     fleet.init_worker()
 
-    report = Report(args, active=fleet.is_first_worker())
+    report = Report(args, active=fleet.is_first_worker(), log=fleet.log)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         train_epoch(model, optimizer, train_loader, report)

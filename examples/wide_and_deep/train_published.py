@@ -46,7 +46,7 @@ def main() -> None:
     model = fleet.distributed_model(model)
     fleet.init_worker()
 
-    report = Report(args, active=fleet.is_first_worker())
+    report = Report(args, active=fleet.is_first_worker(), log=fleet.log)
     fleet.save_inference_model(dirname=args.export, example_inputs=example)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)

@@ -24,7 +24,7 @@ def loader(samples: int) -> object:
 
 def test_a_pass_prints_its_mean_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """002-25: the line of a pass."""
-    args = argparse.Namespace(max_batches=2, history=str(tmp_path / "a" / "h.jsonl"))
+    args = argparse.Namespace(epochs=2, max_batches=2, history=str(tmp_path / "a" / "h.jsonl"))
     made = report.Report(args)
     assert len([made.add_batch(torch.tensor(loss), n) for loss, n in ((1.0, 3), (2.0, 1))]) == 2
     made.end_pass(4)
@@ -37,15 +37,20 @@ def test_a_pass_prints_its_mean_and_keeps_a_record(tmp_path: Path, capsys: pytes
 
 
 def test_batches_end_at_the_limit_and_start_the_mean_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    made = report.Report(argparse.Namespace(max_batches=3, history=None), active=False)
+    logged: list[dict[str, float]] = []
+    args = argparse.Namespace(epochs=2, max_batches=3, history=None)
+    made = report.Report(args, active=False, log=lambda values, **facts: logged.append({**values, **facts}))
     made.add_batch(torch.tensor(9.0), 5)
     assert len(list(made.batches(loader(20)))) == 3
     assert made.samples == 0
+    made.add_batch(torch.tensor(3.0), 5)
+    made.end_test(0, 0.5, 1.0)
+    assert logged[1:] == [{"loss": 3.0, "total_steps": 6}, {"auc": 0.5}]
     made.line("hidden")
     assert capsys.readouterr().out == ""
 
 
 def test_a_loader_without_a_batch_is_refused() -> None:
-    made = report.Report(argparse.Namespace(max_batches=None, history=None))
+    made = report.Report(argparse.Namespace(epochs=2, max_batches=None, history=None))
     with pytest.raises(ValueError, match="--batch-size is more"):
         list(made.batches(loader(1)))
