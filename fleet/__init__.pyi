@@ -485,7 +485,7 @@ def local_device_ids() -> list[int]:
 def local_rank() -> int:
     """Returns the rank of this worker on its node; 0 in a single process."""
 
-def log(values: Mapping[str, Any], step: int | None = None, *, total_steps: int | None = None) -> dict[str, float]:
+def log(values: Mapping[str, Any], step: int | None = None, *, total_steps: int = 0) -> dict[str, float]:
     """Returns the mean of each value over the workers, written by worker 0 to the trackers of the job.
 
     ``strategy.trackers`` and the launcher's ``--tracker`` name the trackers; without one nothing is written. Every
@@ -497,7 +497,7 @@ def log(values: Mapping[str, Any], step: int | None = None, *, total_steps: int 
         step: the step of the values; by default the number of steps of the distributed optimizers, with
             ``fleet.elastic.Checkpoint`` including the steps before a restart.
         total_steps: how many steps the whole run makes, where ``tracker_configs["total_steps"]`` did not say it;
-            the page of the job then shows the time that is left.
+            the page of the job then shows the time that is left. 0: not known.
 
     Raises:
         NotInitializedError: before ``fleet.init``.

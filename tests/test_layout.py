@@ -136,6 +136,7 @@ DIRECTIONS = {
         "fleet.env",
         "fleet.errors",
         "fleet.common.env_table",
+        "fleet.common.round_axis",
         "fleet.common.sealing",
         "etcd3gw",
     ),

@@ -68,8 +68,11 @@ class Report:
             values = (self.epoch, index, loss.item(), top1 / count, top5 / count)
             self.line("[Epoch %d, batch %d] loss: %.5f, acc1: %.5f, acc5: %.5f" % values)  # noqa: UP031
 
-    def end_epoch(self, sums: NDArray[np.float64], test_accuracy: float, lr: float) -> None:
-        """Prints the epoch's means and writes them to the history; ``sums`` are loss, hits at 1 and 5, and images."""
+    def end_epoch(self, sums: NDArray[np.float64], test_accuracy: float, lr: float) -> dict[str, float]:
+        """Prints the epoch's means and writes them to the history; returns loss and accuracy by name.
+
+        ``sums`` are loss, hits at 1 and 5, and images.
+        """
         loss, acc1, acc5 = (sums[:3] / sums[3]).tolist()
         seconds = time.monotonic() - self.started_s
         self.line(
@@ -81,6 +84,7 @@ class Report:
             record |= {"test_acc1": test_accuracy, "images": int(sums[3]), "lr": lr, "seconds": round(seconds, 3)}
             with self.history.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+        return {"loss": loss, "test_acc1": test_accuracy}
 
     def line(self, text: str) -> None:
         """Prints a line above the progress bar, if there is one."""

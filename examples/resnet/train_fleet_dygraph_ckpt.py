@@ -62,9 +62,7 @@ def main() -> None:
         train_epoch(epoch, model, optimizer, scheduler, train_loader, device, report)
         hits = find_hits(model, test_loader, device)[: len(range(rank, len(test), world_size))]
         accuracy = fleet.metrics.acc(hits.sum(), hits.size)
-        sums = fleet.util.all_reduce(report.sums)
-        report.end_epoch(sums, accuracy, optimizer.param_groups[0]["lr"])
-        fleet.log({"loss": sums[0] / sums[3], "test_acc1": accuracy})
+        fleet.log(report.end_epoch(fleet.util.all_reduce(report.sums), accuracy, optimizer.param_groups[0]["lr"]))
         save_checkpoint(args.checkpoint, model, optimizer, epoch)
     if start_epoch < args.epochs:
         report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")

@@ -101,9 +101,9 @@ class RunLog(Listener):
             _make_folder(Path(config.folder).expanduser())
         self._measure(options)
 
-    def log(self, values: Any, step: Any = None, total_steps: Any = None) -> dict[str, float]:
+    def log(self, values: Any, step: Any = None, total_steps: Any = 0) -> dict[str, float]:
         """Writes ``values``, see ``fleet.log``."""
-        if total_steps is not None:
+        if total_steps:
             self._progress.total_steps = _checked_steps("total_steps", total_steps)
         times = self._job.listeners.get(StepWatch).times
         with nullcontext() if times is None else times.aside():

@@ -14,7 +14,7 @@ from html import escape
 from itertools import accumulate
 
 from fleet.common.round_axis import RoundAxis, round_axis
-from fleet.launch.page.texts import number, rate
+from fleet.launch.page.shown_values import number, rate
 
 Points = Sequence[tuple[int, float]]
 _MOST_POINTS = 240

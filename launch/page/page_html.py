@@ -14,7 +14,7 @@ from pathlib import Path
 from fleet.launch.page.job_charts import is_loss, job_charts
 from fleet.launch.page.job_view import BAD, GOOD, IDLE, JobView, ProcessRow
 from fleet.launch.page.page_folder import ServerRecord
-from fleet.launch.page.texts import about, clock, counted, duration, number, rate, shown, size
+from fleet.launch.page.shown_values import about, clock, counted, duration, number, rate, shown, size
 from fleet.launch.processes.logs import read_tail
 
 Parts = dict[str, str]

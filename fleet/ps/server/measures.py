@@ -37,19 +37,17 @@ def server_measures(state: ServerState) -> list[Measure]:
     tables = {fact_name(table): table.describe() for table in state.tables.values()}
     with job.changed:
         clocks = {str(worker.rank): float(worker.clock) for worker in job.workers}
-        active = [worker.clock for worker in job.active()]
+        active = [worker.clock for worker in job.active()] or [0]
         states = Counter(worker.state for worker in job.workers)
         moves = [worker.points.moves() for worker in job.workers]
         held = sum(map(len, job.held.values()))
         behind = state.journal.last_lsn - state.journal.durable_lsn if state.journal.level else 0
-    spread = max(active) - min(active) if active else 0
-    size = {name: float(facts["bytes"]) for name, facts in tables.items()}
     # Only dense tables are set as a whole; what they hold are elements.
     elements = {name: float(facts["rows"]) for name, facts in tables.items() if "is_set" in facts}
     rows = {name: float(facts["rows"]) for name, facts in tables.items() if name not in elements}
-    evicted = {name: float(facts["evicted"]) for name, facts in tables.items() if "evicted" in facts}
-    asked, hits = (
-        {name: float(facts[key]) for name, facts in tables.items() if key in facts} for key in ("asked", "found")
+    size, asked, hits, evicted = (
+        {name: float(facts[key]) for name, facts in tables.items() if key in facts}
+        for key in ("bytes", "asked", "found", "evicted")
     )
     return [
         Measure("asked_ids", "ids that pulls asked a table for", label="table", samples=asked, grows=True),
@@ -68,7 +66,7 @@ def server_measures(state: ServerState) -> list[Measure]:
         Measure("waiting_gradients", "gradients that wait for other workers (sync)", held),
         Measure("waiting_records", "journal records not on the disk yet (level 2)", behind),
         Measure("worker_steps", "steps pushed by a worker", label="worker", samples=clocks),
-        Measure("staleness_steps", "steps between the fastest and the slowest worker", spread),
+        Measure("staleness_steps", "steps between the fastest and the slowest worker", max(active) - min(active)),
         Measure("workers", "workers by state", label="state", samples={k: float(n) for k, n in states.items()}),
         *_stream_measures(moves),
         *_published_measures(state),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fleet.launch.page.texts import about, clock, counted, duration, number, rate, shown, size
+from fleet.launch.page.shown_values import about, clock, counted, duration, number, rate, shown, size
 
 
 @pytest.mark.parametrize(
