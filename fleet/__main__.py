@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
+from fleet.common.command_text import typed
 from fleet.common.version import __version__
 from fleet.errors import FleetError, did_you_mean
 
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fleet has no command {name!r}.{did_you_mean(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     module = import_module(COMMANDS[name][0])
-    run: Callable[[Sequence[str]], int] = module.main if name == "launch" else module.run
+    run: Callable[[Sequence[str]], int] = partial(module.main, program=typed(name)) if name == "launch" else module.run
     try:
         return run(arguments[1:])
     except FleetError as error:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """Returns the list of commands."""
     rows = "\n".join(f"  {name:10} {meaning}" for name, (_, meaning) in COMMANDS.items())
-    lines = "usage: python -m fleet COMMAND [ARGUMENTS]\n       python -m fleet --version"
+    lines = f"usage: {typed()} COMMAND [ARGUMENTS]\n       {typed()} --version"
     return f"{lines}\n\n{rows}\n\nA command prints its own help with --help."
 
 

@@ -52,9 +52,9 @@ from fleet.launch.plan.process_plan import plan_processes
 from fleet.launch.plan.records import GroupResult, LaunchConfig, Note, ProcessSpec
 from fleet.launch.processes.gpu_log import write_gpu_log
 from fleet.launch.processes.guardian import MARK_VARIABLE, Guardian, make_mark
-from fleet.launch.processes.logs import LaunchLog, own_log_folder
+from fleet.launch.processes.logs import LaunchLog, is_one_place, own_log_folder
 from fleet.launch.processes.profile_report import show_profile
-from fleet.launch.processes.report import failure_report, first_failure_line, oom_kill_count
+from fleet.launch.processes.report import DETAIL, failure_report, first_failure_line, oom_kill_count
 from fleet.launch.processes.signals import SignalInbox
 from fleet.launch.processes.supervisor import Supervisor
 from fleet.launch.processes.watch import open_watch
@@ -356,8 +356,12 @@ class JobLoop:
         if self.view is not None:
             text = "\n".join(text for _, text in report)
             self.view.failed(result.first_failure, text, restarts=outcome.restart)
+        # A terminal that has the output of the process has its last lines already.
+        is_shown = result.first_failure.spec.echo and is_one_place(1, 2)
         for level, text in () if outcome.restart else report:
-            if level:
+            if is_shown and (not level or text == DETAIL):
+                self.log.file_only(text)
+            elif level:
                 self.log.write(level, text)
             else:
                 self.log.plain(text)

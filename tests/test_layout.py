@@ -136,8 +136,10 @@ DIRECTIONS = {
         "fleet.env",
         "fleet.errors",
         "fleet.common.env_table",
+        "fleet.common.command_text",
         "fleet.common.round_axis",
         "fleet.common.sealing",
+        "fleet.common.tracker_names",
         "etcd3gw",
     ),
     "strategies": (
@@ -177,6 +179,7 @@ DIRECTIONS = {
     ),
     "fleet/k8s": (
         "fleet.errors",
+        "fleet.common.command_text",
         "fleet.common.limited_yaml",
         "fleet.common.plain_files",
         "fleet.common.own_thread",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.checkpoint.conversion.formats import Format, known_formats, open_state
 from fleet.checkpoint.storage import explained, is_remote, open_folder
+from fleet.common.command_text import plain_text, typed
 from fleet.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     titles = [one.title for one in known_formats() if one.title]
-    description = f"{__doc__} {_listed(titles)} are recognised by what is in them."
-    parser = argparse.ArgumentParser(prog="python -m fleet checkpoint", description=description)
+    description = f"{plain_text(__doc__)} {_listed(titles)} are recognised by what is in them."
+    parser = argparse.ArgumentParser(prog=typed("checkpoint"), description=description)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="print what a checkpoint holds, without reading its tensors")
     show.add_argument("path", help="file, folder, or address of a remote Fleet checkpoint")

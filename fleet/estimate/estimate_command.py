@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from fleet.common.command_text import typed
 from fleet.common.python_file import object_in
 from fleet.errors import ConfigError, OptionWarning, did_you_mean
 
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fleet estimate", description=_ABOUT)
+    parser = argparse.ArgumentParser(prog=typed("estimate"), description=_ABOUT)
     parser.add_argument(
         "model", metavar="FILE:NAME", help="a class or function without arguments that makes the module"
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fleet.common.command_text import plain_text
 from fleet.common.limited_yaml import MAX_TEXT
 from fleet.common.plain_files import read_small
 from fleet.errors import ConfigError, FleetError, UnsupportedOptionError
@@ -122,7 +123,7 @@ def check_etcd_server(text: str | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fleet.k8s", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m fleet.k8s", description=plain_text(__doc__), allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("render", "print a PaddleJob as another kind"),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet.common.command_text import plain_text, typed
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import ConfigError
 
@@ -73,9 +74,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fleet migrate",
+        prog=typed("migrate"),
         usage="%(prog)s [-h] [--write] [--json] [--no-run] [--timeout S] script [-- ARGUMENTS]",
-        description=__doc__,
+        description=plain_text(__doc__),
         epilog=_EPILOG,
     )
     parser.add_argument("script", type=Path, help="the training script; it is run with the ARGUMENTS after --")

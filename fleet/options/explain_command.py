@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from fleet.common.command_text import plain_text, typed
 from fleet.errors import ConfigError, OptionWarning
 
 
 def run(argv: Sequence[str]) -> int:
     """Prints the explanation of a file; returns 0, 1 when the strategy is refused, 2 when the file is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m fleet explain", description=__doc__)
+    parser = argparse.ArgumentParser(prog=typed("explain"), description=plain_text(__doc__))
     parser.add_argument("file", help="strategy as YAML, or as protobuf text when the name ends in .prototxt")
     parser.add_argument("--world-size", type=_positive, default=2, metavar="N", help="number of workers (default: 2)")
     parser.add_argument("--ps", action="store_true", help="explain it for a parameter-server job")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fleet.common.exit_status import EXIT
 from fleet.common.log import LOGGER
+from fleet.common.tracker_names import check_trackers, is_own
 from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.job.job import Job
@@ -20,7 +21,7 @@ from fleet.profile.step_watch import StepWatch
 from fleet.role_maker.record import Role
 from fleet.strategies._declare.fields import Values
 from fleet.trackers.kubeflow_tracker import KubeflowTracker
-from fleet.trackers.named_trackers import check_trackers, is_own, make_tracker
+from fleet.trackers.named_trackers import make_tracker
 from fleet.trackers.page_trackers import CurvePage, RankPage
 from fleet.trackers.progress import Progress
 from fleet.trackers.run_record import RunRecord

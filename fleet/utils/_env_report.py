@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 from fleet.common.addresses import hide_user
+from fleet.common.command_text import plain_text, typed
 from fleet.env import VARIABLES, Environment
 from fleet.errors import FleetError
 from fleet.launch.processes.redact import is_secret_name, redact
@@ -20,7 +21,7 @@ _LONGEST = 80
 
 def run(argv: Sequence[str]) -> int:
     """Prints the report and returns 0."""
-    argparse.ArgumentParser(prog="python -m fleet env", description=__doc__).parse_args(list(argv))
+    argparse.ArgumentParser(prog=typed("env"), description=plain_text(__doc__)).parse_args(list(argv))
     print(report(Environment()))
     return 0
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleet.common.command_text import typed
 from fleet.errors import FleetError
 
 _CPU_PROCESSES = 2
@@ -190,6 +191,6 @@ def _train_step() -> None:
 def run(argv: Sequence[str]) -> int:
     """``python -m fleet run_check``: returns 0 when one device works, and raises when none does."""
     text = "The same as fleet.utils.run_check()."
-    argparse.ArgumentParser(prog="python -m fleet run_check", description=text).parse_args(list(argv))
+    argparse.ArgumentParser(prog=typed("run_check"), description=text).parse_args(list(argv))
     run_check()
     return 0

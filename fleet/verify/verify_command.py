@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from fleet.common.command_text import plain_text, typed
 from fleet.common.plain_files import replace_file
 from fleet.common.version import __version__
 from fleet.errors import ConfigError, FleetError
@@ -113,7 +114,7 @@ def _about(script: str, argv: Sequence[str]) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fleet verify", description=__doc__)
+    parser = argparse.ArgumentParser(prog=typed("verify"), description=plain_text(__doc__))
     parser.add_argument("script", help="the training script, run unchanged")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, after --")
     parser.add_argument("--nproc_per_node", type=_at_least(2), default=2, metavar="N", help="workers (default: 2)")

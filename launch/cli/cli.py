@@ -18,7 +18,10 @@ USAGE_ERROR = 2
 
 
 def main(
-    argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None, machine: Machine | None = None
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+    program: str = "",
 ) -> int:
     """Runs the job that the command line describes and returns the exit code of the launcher.
 
@@ -26,13 +29,14 @@ def main(
         argv: the arguments without the program's name; ``None`` takes those of this process.
         environ: the environment; ``None`` takes that of this process.
         machine: the facts about this machine; ``None`` reads them.
+        program: how the user called the launcher; empty takes it from this process.
 
     Returns:
         0 when all workers ended with 0, else the code of the worker that failed first; 2 for a command line or an
         environment that cannot be used.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    program = program_name(sys.argv[0] if argv is None else "")
+    program = program or program_name(sys.argv[0] if argv is None else "")
     environment = Environment(environ)
     try:
         config = read_config(arguments, environment, machine or read_machine(), program)

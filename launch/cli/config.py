@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fleet.common.addresses import split_endpoint
+from fleet.common.tracker_names import check_trackers
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 from fleet.launch.cli.elastic import read_elastic
@@ -42,6 +43,7 @@ _REFUSED_MODES = {
 }
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _LONGEST_NAME = 200
+_MOST_PER_CPU = 4  # workers that a processor takes before the launcher warns
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _SECRET_BYTES = 32
 _IMPORTS_FLEET = re.compile(r"^\s*(from|import) fleet\b", re.MULTILINE)
@@ -77,6 +79,7 @@ def read_config(
         logs=_logs(settings),
         page=_page(settings, pod),
     )
+    _warn_of_crowding(config, settings, machine)
     return _completed(config, settings)
 
 
@@ -206,9 +209,19 @@ def _logs(settings: Settings) -> Logs:
         overwrites=bool(settings.values["log_overwrite"]),
         style=settings.log_style,
         has_gpu_log=bool(settings.values["enable_gpu_log"]),
-        trackers=settings.text("tracker") or "",
+        trackers=_trackers(settings),
         profile="" if steps is None else "{}:{}".format(*read_range(steps, settings.named("profile"))),
     )
+
+
+def _trackers(settings: Settings) -> str:
+    """Returns the names of trackers; a wrong one is refused here, before data is loaded and workers wait."""
+    asked = settings.text("tracker") or ""
+    # A program of another kind may have other packages.
+    if not settings.values["no_python"]:
+        names = [name.strip() for name in asked.split(",") if name.strip()]
+        check_trackers(dict.fromkeys(names, settings.named("tracker")))
+    return asked
 
 
 def _page(settings: Settings, pod: Pod) -> Page | None:
@@ -285,6 +298,18 @@ def _check_whole(config: LaunchConfig, settings: Settings) -> None:
         raise ConfigError(
             f"{settings.named('start_port')}={settings.text('start_port')} has nothing to begin: the endpoints of this "
             "job are listed with their ports. Omit it, or list the addresses without ports."
+        )
+
+
+def _warn_of_crowding(config: LaunchConfig, settings: Settings, machine: Machine) -> None:
+    """Notes that the workers of this node are far more than its processors, before the machine stands still."""
+    num_workers = config.processes.num_workers
+    if num_workers > _MOST_PER_CPU * machine.num_cpus and not config.processes.worker_devices:
+        settings.note(
+            "WARNING",
+            f"{num_workers} workers on {machine.num_cpus} processor{'s' * (machine.num_cpus != 1)}: they take turns, "
+            "and each holds Python, torch and a copy of the model in memory. Ctrl-C ends them; --nproc_per_node sets "
+            "how many there are.",
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fleet.common.addresses import split_endpoint, split_master
+from fleet.common.command_text import plain_text
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError
 from fleet.launch.cli.config import check_name
@@ -71,7 +72,7 @@ def _report(error: Exception, code: int) -> int:
 
 
 def _parser(environment: Environment) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=plain_text(__doc__), allow_abbrev=False)
     parser.add_argument("action", choices=("scale", "status", "clean"), help="what to do with the job")
     parser.add_argument(
         "--elastic_server",

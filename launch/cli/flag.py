@@ -12,9 +12,10 @@ PROCESSES = "Processes and devices"
 SERVERS = "Parameter server"
 LOGS = "Logs"
 FAILURE = "Failure and elastic"
-NO_EFFECT = "Accepted without effect (one warning says why)"
-NOT_HERE = "Known and refused (the message says why)"
-GROUPS = (NODES, PROCESSES, SERVERS, LOGS, FAILURE, NO_EFFECT, NOT_HERE)
+NO_EFFECT = "Flags of other launchers that do nothing here (accepted, one warning says why)"
+NOT_HERE = "Flags of other launchers that are refused (the message says why)"
+# As the help shows them: what most jobs need first, what does nothing last.
+GROUPS = (PROCESSES, LOGS, NODES, FAILURE, SERVERS, NO_EFFECT, NOT_HERE)
 
 
 @dataclass(frozen=True, kw_only=True)

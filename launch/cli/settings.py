@@ -109,8 +109,9 @@ def _help(flag: Flag) -> str:
         parts.append(f"{'refused' if flag.fate == REFUSED else 'no effect'}: {flag.reason}")
     if flag.env:
         parts.append("environment: " + ", ".join(flag.env))
-    shown = "empty" if flag.default == "" else flag.default
-    return ("; ".join(parts) + f" (default {shown})").replace("%", "%%")
+    # A switch that is off, and a value that is not given, need no words.
+    shown = f" (default {flag.default})" if flag.default not in (None, "", False) and not flag.reason else ""
+    return ("; ".join(parts) + shown).replace("%", "%%")
 
 
 def parse_command_line(argv: Sequence[str], program: str) -> CommandLine:

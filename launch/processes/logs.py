@@ -174,6 +174,14 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def is_one_place(*fds: int) -> bool:
+    """Returns whether all of ``fds`` write to one terminal, file or pipe."""
+    try:
+        return len({(found.st_dev, found.st_ino) for found in map(os.fstat, fds)}) == 1
+    except OSError:
+        return False
+
+
 def read_tail(path: Path, *, from_bytes: int = 0, limit_bytes: int = 65536) -> str:
     """Returns the end of ``path`` as text: the bytes after ``from_bytes``, at most the last ``limit_bytes``.
 

@@ -19,6 +19,7 @@ from fleet.launch.processes.redact import redact_arguments
 
 # Six lines stand around the tail, three may be hints; "Exit code" follows. 30 lines in all.
 MAX_TAIL_LINES = 20
+DETAIL = "------------------------- ERROR LOG DETAIL -------------------------"  # above the last words
 _MAX_LINE_CHARACTERS = 400
 _MAX_COMMAND_CHARACTERS = 300
 _PEER_LOSS = (
@@ -222,7 +223,7 @@ def failure_report(
     hints = (full, hint_line(ended, oom_kills, words), ended_before_line(ended_before, ended))
     lines += [("ERROR", hint) for hint in hints if hint]
     if words:
-        lines.append(("INFO", "------------------------- ERROR LOG DETAIL -------------------------"))
+        lines.append(("INFO", DETAIL))
         lines += [("", word) for word in words]
     return lines
 

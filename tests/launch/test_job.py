@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import stat
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 from fleet.errors import LaunchError
 from fleet.launch import job as _job
 from tests.helpers.launching import read
-from tests.launch.launcher import Launcher, wait_until_gone
+from tests.launch.launcher import ROOT, Launcher, wait_until_gone
 
 SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
 
@@ -408,3 +409,19 @@ print(os.getcwd())
     with Launcher(tmp_path, script, env={"http_proxy": "http://127.0.0.1:1", "KEPT": "yes"}) as job:
         assert job.wait() == 0, job.log()
         assert job.log().strip() == str(tmp_path)
+
+
+@pytest.mark.parametrize("one_place", [True, False])
+def test_a_traceback_is_printed_once(tmp_path: Path, one_place: bool) -> None:
+    """The launcher repeats the last words of worker 0 only where its standard error lacks that worker's output."""
+    (tmp_path / "train.py").write_text("raise ValueError('no such data')\n")
+    command = [sys.executable, "-m", "fleet.launch", "--nproc_per_node=1", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    errors = subprocess.STDOUT if one_place else subprocess.PIPE
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert done.returncode == 1
+    assert done.stdout.count("Traceback") == 1
+    assert done.stdout.count("ERROR LOG DETAIL") == 0
+    assert (done.stderr or "").count("Traceback") == (0 if one_place else 1)
+    assert "was the first to fail: exit code 1" in (done.stdout if one_place else done.stderr)
+    assert (tmp_path / "log" / "workerlog.0").read_text().count("Traceback") == 1

@@ -77,7 +77,15 @@ def test_the_version(line: tuple[str, ...], capsys: pytest.CaptureFixture[str]) 
 def test_help_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     """000-09."""
     assert launch("--help") == 0
-    assert "--nproc_per_node" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    heads = ["Processes and devices:", "Logs:", "Nodes:", "Failure and elastic:", "Parameter server:"]
+    heads += ["Flags of other launchers that do nothing here", "Flags of other launchers that are refused"]
+    places = [text.index(f"\n{head}") for head in heads]
+    assert places == sorted(places), "what most jobs need stands first, and what does nothing last"
+    assert places[0] < text.index("--nproc_per_node") < places[1]
+    assert places[-2] < text.index("--monitor_interval") < places[-1] < text.index("--tee")
+    assert "default None" not in text
+    assert "default False" not in text
 
 
 def test_windows_is_refused(ran: list[LaunchConfig], capsys: pytest.CaptureFixture[str]) -> None:

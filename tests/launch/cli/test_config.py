@@ -279,3 +279,18 @@ def test_the_family_of_the_flags_chooses_the_style(flags: tuple[str, ...], style
 
 def test_the_environment_does_not_choose_the_style() -> None:
     assert read(env={"PADDLE_IPS": "127.0.0.1"}).logs.style == "launch"
+
+
+def test_a_tracker_with_a_wrong_name_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"^--tracker names 'tensorbord'.*Did you mean 'tensorboard'"):
+        read("--tracker=csv, tensorbord")
+    with pytest.raises(ConfigError, match=r"^FLEET_TRACKERS names 'jsn'.*Did you mean 'json'"):
+        read(env={"FLEET_TRACKERS": "jsn"})
+    assert read("--tracker=csv,json").logs.trackers == "csv,json"
+    assert read("--tracker=other", "--no_python", script=("/bin/true",)).logs.trackers == "other"
+
+
+def test_many_workers_on_few_processors_are_warned_of() -> None:
+    text = notes(read("--nproc_per_node=100", num_cpus=2))
+    assert text.startswith("100 workers on 2 processors: they take turns")
+    assert notes(read("--nproc_per_node=8", num_cpus=2)) == ""
