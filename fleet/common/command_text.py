@@ -21,12 +21,12 @@ def typed(command: str = "") -> str:
 
 
 def plain_text(docstring: str | None) -> str:
-    """Returns the first paragraph of a module's docstring without markup, and without the command that it begins with.
+    """Returns a module's docstring as one paragraph without markup, and without the command that it begins with.
 
     Example:
         >>> plain_text("``python -m fleet env``: one screen, to paste into a bug report.")
         'One screen, to paste into a bug report.'
     """
-    text = " ".join((docstring or "").partition("\n\n")[0].split())
+    text = " ".join((docstring or "").split())
     text = re.sub(r"^``[^`]*``: ", "", text).replace("``", "")
     return text[:1].upper() + text[1:]

@@ -72,7 +72,9 @@ def _report(error: Exception, code: int) -> int:
 
 
 def _parser(environment: Environment) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description=plain_text(__doc__), allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description=plain_text((__doc__ or "").partition("\n\n")[0]), allow_abbrev=False
+    )
     parser.add_argument("action", choices=("scale", "status", "clean"), help="what to do with the job")
     parser.add_argument(
         "--elastic_server",

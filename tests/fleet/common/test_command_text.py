@@ -22,7 +22,7 @@ def test_the_typed_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_markup_goes() -> None:
-    assert plain_text("``a b``: says ``c`` of\nthe d.\n\nMore.") == "Says c of the d."
+    assert plain_text("``a b``: says ``c`` of\nthe d.\n\nMore.") == "Says c of the d. More."
     assert plain_text(None) == ""
 
 
