@@ -77,6 +77,12 @@ class Browser:
             time.sleep(0.05)
         return found
 
+    def point_at(self, selector: str) -> None:
+        """Moves the pointer to the middle of the first element that ``selector`` finds."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = (self.value(f"{box}.{edge} + {box}.{size} / 2") for edge, size in (("left", "width"), ("top", "height")))
+        self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def set_screen(self, width: int, height: int, scheme: str) -> None:
         """Has a screen of this size that prefers light or dark."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}

@@ -26,8 +26,10 @@ def test_markup_goes() -> None:
     assert plain_text(None) == ""
 
 
-@pytest.mark.parametrize("program", ["fleet", "python -m fleet"])
-@pytest.mark.parametrize("command", sorted({*COMMANDS, ""} - {"launch-on"}))
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [*((command, "fleet") for command in sorted({*COMMANDS, ""} - {"launch-on"})), ("verify", "python -m fleet")],
+)
 def test_help_shows_the_typed_name_and_no_markup(command: str, program: str) -> None:
     code = f"import sys, fleet.__main__ as m; sys.argv[0] = {program.split()[0]!r}; sys.exit(m.main(sys.argv[1:]))"
     words = [*command.split(), "--help"]

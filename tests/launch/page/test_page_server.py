@@ -385,13 +385,24 @@ def test_a_browser_takes_the_token_and_the_changes(tmp_path: Path, monkeypatch: 
     assert file is not None
     view.started(process, file)
     view.requests.ask = lambda name, limit_s=1.0: f"<stacks of {name}>"  # type: ignore[method-assign]
+    curves = tmp_path / "curves.jsonl"
+    curves.write_text("".join(f'{{"step": {step}, "values": {{"loss": {step / 4}}}}}\n' for step in range(0, 101, 50)))
     with Browser(tmp_path / "browser") as browser:
         with served_page(view) as page:
             browser.open(f"{page.address}?token={page.token}")
             browser.wait_for('document.getElementById("row-worker.0") !== null')
             assert browser.value("location.href") == f"{page.address.rstrip('/')}{page.base}/"
+            browser.point_at(".field")
+            assert browser.wait_for('document.querySelector(".tip")?.textContent') == "step 50\n12.5"
+            with curves.open("a") as more:
+                more.write('{"step": 50, "values": {"loss": 99}}\n{"step": 100, "values": {"loss": 3}}\n')
+            browser.wait_for('document.querySelector(".tip")?.textContent === "step 50\\n99"')
             file.words[STEP] = 12345
             browser.wait_for('document.getElementById("row-worker.0").textContent.includes("12,345")')
+            for width in (1200, 390):
+                browser.set_screen(width, 900, "light")
+                ends = '[...document.querySelectorAll("td, dd, h1, figcaption, .plot, .legend li")]'
+                assert browser.value(f"Math.max(...{ends}.map((e) => e.getBoundingClientRect().right))") <= width
             browser.value('document.querySelector("#processes a").click()')
             browser.wait_for('document.querySelector("#stacks button") !== null')
             browser.value('document.querySelector("#stacks button").click()')
