@@ -51,8 +51,8 @@ _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def training_diff() -> str:
-    """Returns the lines in which the two training scripts of the ResNet example differ, their titles left out."""
-    scripts = [ROOT / "examples/resnet" / name for name in ("train_torch.py", "train_fleet_dygraph.py")]
+    """Returns the lines in which the two scripts of the quick start differ, their titles left out."""
+    scripts = [ROOT / "examples/quickstart" / name for name in ("train_torch.py", "train_fleet.py")]
     before, after = (script.read_text(encoding="utf-8").splitlines()[1:] for script in scripts)
     return "```diff\n" + "\n".join(_hunks(before, after)) + "\n```\n"
 

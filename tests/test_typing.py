@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sources import ROOT
-from tests.test_readme import fenced
+from tests.test_readme import GLANCES, fenced
 
 MISTAKES = """\
 import torch
@@ -164,7 +164,7 @@ def test_the_examples_have_no_error(errors_of: Check, files: list[Path]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("errors_of", CHECKERS)
 def test_the_snippets_have_no_error(errors_of: Check, tmp_path: Path) -> None:
-    snippets = [code for name in ("README.md", "README.zh-CN.md") for code in fenced(name, "python")]
+    snippets = [code for name in GLANCES for code in fenced(name, "python")]
     files = [written(tmp_path / f"snippet_{place}.py", BEFORE + code) for place, code in enumerate(snippets)]
     assert len(files) == 6
     assert errors_of(*files) == []
