@@ -374,6 +374,23 @@ def test_a_thousand_ranks_are_answered_within_100_ms(tmp_path: Path) -> None:
     assert statistics.median(times) < 0.1 * (2 if os.environ.get("PYTEST_XDIST_WORKER") else 1)
 
 
+def check_pointer(browser: Browser, curves: Path) -> None:
+    """The value of the step below the pointer stands beside it, also when the chart is replaced."""
+    browser.point_at(".field")
+    assert browser.wait_for('document.querySelector(".tip")?.textContent') == "step 50\n12.5"
+    with curves.open("a") as file:
+        file.write('{"step": 50, "values": {"loss": 99}}\n{"step": 100, "values": {"loss": 3}}\n')
+    browser.wait_for('document.querySelector(".tip")?.textContent === "step 50\\n99"')
+
+
+def check_widths(browser: Browser) -> None:
+    """Nothing is cut, neither on a desktop nor on a phone."""
+    for width in (1200, 390):
+        browser.set_screen(width, 900, "light")
+        ends = '[...document.querySelectorAll("td, dd, h1, figcaption, .plot, .legend li")]'
+        assert browser.value(f"Math.max(...{ends}.map((e) => e.getBoundingClientRect().right))") <= width
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_browser_takes_the_token_and_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,17 +409,10 @@ def test_a_browser_takes_the_token_and_the_changes(tmp_path: Path, monkeypatch: 
             browser.open(f"{page.address}?token={page.token}")
             browser.wait_for('document.getElementById("row-worker.0") !== null')
             assert browser.value("location.href") == f"{page.address.rstrip('/')}{page.base}/"
-            browser.point_at(".field")
-            assert browser.wait_for('document.querySelector(".tip")?.textContent') == "step 50\n12.5"
-            with curves.open("a") as more:
-                more.write('{"step": 50, "values": {"loss": 99}}\n{"step": 100, "values": {"loss": 3}}\n')
-            browser.wait_for('document.querySelector(".tip")?.textContent === "step 50\\n99"')
+            check_pointer(browser, curves)
             file.words[STEP] = 12345
             browser.wait_for('document.getElementById("row-worker.0").textContent.includes("12,345")')
-            for width in (1200, 390):
-                browser.set_screen(width, 900, "light")
-                ends = '[...document.querySelectorAll("td, dd, h1, figcaption, .plot, .legend li")]'
-                assert browser.value(f"Math.max(...{ends}.map((e) => e.getBoundingClientRect().right))") <= width
+            check_widths(browser)
             browser.value('document.querySelector("#processes a").click()')
             browser.wait_for('document.querySelector("#stacks button") !== null')
             browser.value('document.querySelector("#stacks button").click()')
