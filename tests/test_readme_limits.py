@@ -44,7 +44,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def refused_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each option of docs/reference/options.md that says so raises, with the reason that its line gives."""
-    rows = re.findall(r"^\| `(\w+)` \| bool \| `False` \| [^|]* Refused: ([^|]*) \|$", read("docs/reference/options.md"), re.M)
+    lines = read("docs/reference/options.md")
+    rows = re.findall(r"^\| `(\w+)` \| bool \| `False` \| [^|]* Refused: ([^|]*) \|$", lines, re.M)
     options = {name: reason for name, reason in rows if hasattr(DistributedStrategy(), name)}
     assert {"semi_auto", "auto_search", "heter_ccl_mode", "is_fl_ps_mode", "with_coordinator"} <= options.keys()
     for name, reason in options.items():
