@@ -136,7 +136,8 @@ def main() -> None:
     print(f"{machine}, torch {torch.__version__}, sizes: {size}", flush=True)
     deadline = time.monotonic() + 60 * args.minutes
     rows = [measured(case, size, deadline - time.monotonic()) for case in CASES if args.only in (None, case)]
-    print(markdown(HEADER, rows), flush=True)
+    if rows:
+        print(markdown(HEADER, rows), flush=True)
     if args.only in (None, "wide & deep"):
         print("\n" + markdown(["wide & deep", "median"], wide_deep(size, deadline - time.monotonic())))
 
