@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+
 import pytest
 
 from fleet.migrate.from_ddp import BY_HAND
 from fleet.migrate.migrate_command import migrate
 from tests.fleet.migrate.cases import ddp, hand
+from tests.test_readme import example
+
+
+@pytest.mark.parametrize("page", ["docs/start/from_torch.md", "docs/start/from_torch.zh-CN.md"])
+def test_the_page_shows_what_the_command_prints(page: str) -> None:
+    before = example(page, "train.py")
+    after = migrate(before).text
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "train.py", "train.py", lineterm="", n=1)
+    assert example(page, "train.diff") == "\n".join(lines) + "\n"
 
 
 def test_a_plain_script_is_moved_whole() -> None:
