@@ -158,7 +158,7 @@ def test_the_tree_names_paths_that_exist() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["docs/start/at_a_glance.md", "deploy/README.md"])
+@pytest.mark.parametrize("name", ["docs/start/at_a_glance.md", "deploy/README.md", "docs/run/machines.md"])
 def test_the_launcher_knows_every_flag_that_is_shown(name: str) -> None:
     lines = "\n".join(fenced(name, "bash")).replace("\\\n", " ").splitlines()
     commands = [re.split(r"fleet\.launch|torch-fleet ", line.partition(" #")[0])[1] for line in lines if _starts(line)]
