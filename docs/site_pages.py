@@ -45,6 +45,7 @@ BOOSTS = {
     "fleet/": 0.5,
     "launch/": 0.5,
     "strategies/": 0.5,
+    "docs/reference/api/paddle/": 0.5,
     "docs/reference/environment": 0.5,
     "docs/reference/options": 0.5,
 }
