@@ -145,18 +145,18 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     own = [found for found in nav.pages if _language(found) == language]
     context["nav"] = Navigation(section.children, own)
     context["nav"].homepage = own[0]
-    config.theme["language"] = {"English": "en", "中文": "zh"}[language]
+    config.theme["language"] = language
     written = {found.file.src_uri: found.url for found in nav.pages}
-    english, chinese = (_twin(page.file.src_uri, suffix, written) for suffix in (".", CHINESE))
+    suffixes = {"en": ".", "zh": CHINESE}
     config.extra["alternate"] = [
-        {"name": "English", "link": english, "lang": "en"},
-        {"name": "中文", "link": chinese, "lang": "zh"},
+        {"name": name, "link": _twin(page.file.src_uri, suffixes[code], written), "lang": code}
+        for code, name in config.extra["languages"].items()
     ]
     return context
 
 
 def _language(page: Page) -> str:
-    return "中文" if CHINESE in page.file.src_uri else "English"
+    return "zh" if CHINESE in page.file.src_uri else "en"
 
 
 def _twin(path: str, suffix: str, written: dict[str, str]) -> str:
@@ -167,7 +167,7 @@ def _twin(path: str, suffix: str, written: dict[str, str]) -> str:
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Returns the page with the full code of its language, and with the search index of that language."""
-    if _language(page) == "English":
+    if _language(page) == "en":
         return output
     output = output.replace('<html lang="zh"', '<html lang="zh-CN"')
     return re.sub(r'("base": ?"[^"]*)"', r'\1/zh/"', output, count=1)

@@ -80,7 +80,7 @@ def test_the_switch_of_the_language_stays_on_the_page(site: Path) -> None:
 def test_a_page_has_the_tabs_of_its_language_and_the_pages_beside_it(site: Path) -> None:
     for page, tab, beside in (
         ("modes", "Run on", "embeddings.html"),
-        ("modes.zh-CN", "运行环境", "embeddings.zh-CN.html"),
+        ("modes.zh-CN", "\u8fd0\u884c\u73af\u5883", "embeddings.zh-CN.html"),
     ):
         text = (site / "docs" / "ps" / f"{page}.html").read_text(encoding="utf-8")
         tabs = re.findall(r'class="md-tabs__link">\s*([^<]+?)\s*<', text)
