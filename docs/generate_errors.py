@@ -24,24 +24,29 @@ ENTRIES = ROOT / "docs" / "help" / "errors.yaml"
 MOST_TEXTS = 12
 # Names of values that say little to a reader, and the words that stand in their place.
 _PLACES = {"__name__": "type", "strerror": "reason"}
-_WORDS = {
-    "en": {
-        "cause": "Cause",
-        "mend": "Mend",
-        "other": "Other texts",
-        "also": " Also caught as {bases}.",
-        "and": ", ",
-        "colon": ": ",
-    },
-    "zh": {
-        "cause": "原因",
-        "mend": "处理",
-        "other": "其他信息",
-        "also": "也可按 {bases} 捕获。",
-        "and": "、",
-        "colon": "：",
-    },
+# Words of the sections; those of another language are in docs/help/words.LANGUAGE.yaml.
+ENGLISH = {
+    "cause": "Cause",
+    "mend": "Mend",
+    "other": "Other texts",
+    "also": " Also caught as {bases}.",
+    "and": ", ",
+    "colon": ": ",
+    "inside title": "Caught inside the library",
+    "inside note": "These never reach a script unless something is wrong in the library; please report one that does.",
+    "inside head": "| class | meaning |",
 }
+# Stands for what a text has no name for.
+_DOTS = "\N{HORIZONTAL ELLIPSIS}"
+
+
+def words_of_help(part: str, language: str, english: dict[str, str]) -> dict[str, str]:
+    """Returns the words of a generated part in ``language``; ``english`` are those of the code."""
+    if language == "en":
+        return english
+    text = (ROOT / "docs" / "help" / f"words.{language}.yaml").read_text(encoding="utf-8")
+    words: dict[str, str] = yaml.safe_load(text)[part]
+    return words
 
 
 @dataclass
@@ -68,14 +73,14 @@ def template(node: ast.AST | None) -> str:
         return "".join(_place(part) if isinstance(part, ast.FormattedValue) else template(part) for part in node.values)
     if isinstance(node, ast.BinOp):
         parts = template(node.left), template(node.right)
-        return "".join(part or "…" for part in parts) if any(parts) else ""
+        return "".join(part or _DOTS for part in parts) if any(parts) else ""
     return ""
 
 
 def _place(value: ast.FormattedValue) -> str:
     inner = value.value
     name = inner.id if isinstance(inner, ast.Name) else inner.attr if isinstance(inner, ast.Attribute) else ""
-    shown = f"<{_PLACES.get(name, name.strip('_').lower())}>" if name else "…"
+    shown = f"<{_PLACES.get(name, name.strip('_').lower())}>" if name else _DOTS
     return f"'{shown}'" if value.conversion == ord("r") else shown
 
 
@@ -171,7 +176,7 @@ def errors_markdown(language: str = "en") -> str:
 
 
 def _section(error: ErrorClass, entry: dict[str, Any], language: str) -> str:
-    words, said = _WORDS[language], _in(entry, language)
+    words, said = words_of_help("errors", language, ENGLISH), _in(entry, language)
     also = words["also"].format(bases=words["and"].join(f"`{base}`" for base in error.bases))
     lines = [f"### {error.name}", "", f"{said.get('meaning', error.meaning)}{also}", ""]
     lines += [f"- **{words[name]}**{words['colon']}{said[name]}" for name in ("cause", "mend")] + [""]
@@ -198,12 +203,12 @@ def _code(text: str) -> str:
 
 
 def _inside(shown: list[tuple[ErrorClass, dict[str, Any]]], language: str) -> str:
-    title = {"en": "Caught inside the library", "zh": "库内部自行处理"}[language]
-    note = {
-        "en": "These never reach a script unless something is wrong in the library; please report one that does.",
-        "zh": "下列异常由库自己处理，正常情况下不会到达脚本；如果遇到，请作为缺陷报告。",
-    }[language]
-    head = {"en": "| class | meaning |", "zh": "| 类 | 含义 |"}[language]
+    words = words_of_help("errors", language, ENGLISH)
     kept = [(error, entry) for error, entry in shown if "inside" in entry]
     rows = [f"| `{error.name}` | {_in(entry, language).get('inside', error.meaning)} |" for error, entry in kept]
-    return "\n".join([f"### {title}", "", note, "", head, "| --- | --- |", *rows]) + "\n"
+    return (
+        "\n".join(
+            [f"### {words['inside title']}", "", words["inside note"], "", words["inside head"], "| --- | --- |", *rows]
+        )
+        + "\n"
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from generate_errors import words_of_help
 
 from fleet.launch.cli.unused_flags import REFUSED_FLAGS, WITHOUT_EFFECT
 from fleet.options import schema, words_of
@@ -18,25 +19,15 @@ from fleet.strategies import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 STATEMENTS = ROOT / "docs" / "help" / "limits.yaml"
-_WORDS: dict[str, dict[str, str]] = {
-    "en": {
-        "head": "| statement | checked by |",
-        "not tested": "not tested: {reason}",
-        "pair": "| options | reason |",
-        "option": "| option | reason |",
-        "flag": "| flag | reason |",
-        "refused flags": "Refused:",
-        "flags without effect": "Accepted with one warning:",
-    },
-    "zh": {
-        "head": "| 说明 | 由何检查 |",
-        "not tested": "未测试：{reason}",
-        "pair": "| 选项 | 原因 |",
-        "option": "| 选项 | 原因 |",
-        "flag": "| 参数 | 原因 |",
-        "refused flags": "会被拒绝：",
-        "flags without effect": "接受并给出一次警告：",
-    },
+# Words of the tables; those of another language are in docs/help/words.LANGUAGE.yaml.
+ENGLISH = {
+    "head": "| statement | checked by |",
+    "not tested": "not tested: {reason}",
+    "pair": "| options | reason |",
+    "option": "| option | reason |",
+    "flag": "| flag | reason |",
+    "refused flags": "Refused:",
+    "flags without effect": "Accepted with one warning:",
 }
 
 
@@ -51,7 +42,7 @@ def statements_markdown(language: str = "en") -> str:
     lines: list[str] = []
     for topic in statements():
         title = topic["topic"] if language == "en" else topic["zh"]
-        lines += [f"## {title}", "", _WORDS[language]["head"], "| --- | --- |"]
+        lines += [f"## {title}", "", words_of_help("limits", language, ENGLISH)["head"], "| --- | --- |"]
         lines += [f"| {_said(row, language)} | {_checked(row, language)} |" for row in topic["rows"]]
         lines.append("")
     return "\n".join(lines)
@@ -65,7 +56,7 @@ def _checked(row: dict[str, str], language: str) -> str:
     if "test" in row:
         return f"`{row['test'].removeprefix('tests/')}`"
     reason = row["untested" if language == "en" else "untested_zh"]
-    return _WORDS[language]["not tested"].format(reason=reason)
+    return words_of_help("limits", language, ENGLISH)["not tested"].format(reason=reason)
 
 
 def refused_options_markdown(language: str = "en") -> str:
@@ -95,7 +86,7 @@ def _conflicts() -> Iterator[tuple[Any, str, str]]:
 
 def flags_markdown(language: str = "en") -> str:
     """Returns the flags of the launcher that are refused, and those without effect, with the reasons."""
-    words = _WORDS[language]
+    words = words_of_help("limits", language, ENGLISH)
     parts = []
     for title, flags in (("refused flags", REFUSED_FLAGS), ("flags without effect", WITHOUT_EFFECT)):
         rows = [(f"`--{flag.name}`", _reason(flag.reason, language)) for flag in flags]
@@ -104,7 +95,16 @@ def flags_markdown(language: str = "en") -> str:
 
 
 def _table(kind: str, rows: list[tuple[str, str]], language: str) -> str:
-    return "\n".join([_WORDS[language][kind], "| --- | --- |", *[f"| {name} | {why} |" for name, why in rows]]) + "\n"
+    return (
+        "\n".join(
+            [
+                words_of_help("limits", language, ENGLISH)[kind],
+                "| --- | --- |",
+                *[f"| {name} | {why} |" for name, why in rows],
+            ]
+        )
+        + "\n"
+    )
 
 
 def _reason(reason: str, language: str) -> str:
