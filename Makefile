@@ -88,8 +88,9 @@ site: $(READY)
 bench: $(READY)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
 
+# REPOSITORY=https://HOST/OWNER/NAME is where the links of the long description lead; without it they are plain text.
 dist: $(READY)
-	$(PY) -m build
+	REPOSITORY=$(REPOSITORY) $(PY) -m build
 
 clean:
 	rm -rf build dist output site *.egg-info

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import email
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +13,15 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import fleet
+from tests.helpers.requirements import link_distributions, required
 from tests.helpers.sources import ROOT, project_files
 
 pytestmark = pytest.mark.slow
@@ -62,21 +68,39 @@ print(fleet.__file__, fleet.launch.__file__, fleet.strategies.amp.__file__, laun
 """
 
 
-def run(*command: str | Path, cwd: Path, timeout_s: float = 60) -> str:
-    """Returns the output of a command that must succeed; nothing of this process's Python settings reaches it."""
+# Where the repository of the archives is; the default is an address that exists nowhere.
+REPOSITORY = "https://example.org/owner/torch-fleet"
+
+
+def run(*command: str | Path, cwd: Path, timeout_s: float = 60, status: int = 0, **variables: str) -> str:
+    """Returns the output of a command that must end with ``status``, without this process's Python settings."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment,
+        env=environment | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == status, done.stdout
     return done.stdout
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def hook() -> ModuleType:
+    """Returns hatch_build.py as a module."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +117,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def archives(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder with the source archive and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, checkout, cwd=folder, timeout_s=120)
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, checkout)
+    run(*command, cwd=folder, timeout_s=120, REPOSITORY=REPOSITORY)
     return folder
+
+
+def metadata_of(archives: Path) -> email.message.Message:
+    """Returns the metadata of the wheel."""
+    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(wheel.read(name))
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +185,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: Path) -> None:
 
 
 def test_the_wheel_says_what_it_needs(archives: Path) -> None:
-    with zipfile.ZipFile(next(archives.glob("*.whl"))) as wheel:
-        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(wheel.read(name))
+    metadata = metadata_of(archives)
     assert metadata["Name"] == "torch-fleet"
     assert metadata["Version"] == fleet.__version__
     assert metadata["Requires-Python"] == ">=3.10"
@@ -165,9 +195,58 @@ def test_the_wheel_says_what_it_needs(archives: Path) -> None:
     assert {line.partition(">")[0] for line in core} >= {"torch", "numpy", "pyyaml"}
 
 
+def test_the_page_of_an_index_links_to_the_release(archives: Path) -> None:
+    """Issue 42: every link of the long description is absolute, and leads to a file of the tag of this version."""
+    metadata = metadata_of(archives)
+    at_tag = f"{REPOSITORY}/blob/v{fleet.__version__}"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL", []))
+    assert urls["Homepage"] == REPOSITORY
+    assert urls["Changelog"] == f"{at_tag}/CHANGELOG.md"
+    text = str(metadata.get_payload(decode=True), "utf-8")
+    targets = LINK.findall(text)
+    assert [target for target in targets if "://" not in target] == []
+    paths = [target.removeprefix(f"{at_tag}/").partition("#")[0] for target in targets if target.startswith(at_tag)]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_without_a_repository_no_link_leads_nowhere() -> None:
+    text = hook().long_description((ROOT / "README.md").read_text(encoding="utf-8"), "", "v1")
+    assert [target for target in LINK.findall(text) if "://" not in target] == []
+    assert hook().project_urls("", "v1") == {}
+
+
+LINKED = """
+[![picture of a *job*](docs/job.png)](docs/page.md#top), ![alone](job.png), [web](https://example.com/a)
+<img src="docs/job.png" alt="job">, [below](#limits)
+```
+[not](a/link)
+```
+"""
+ABSOLUTE = """
+[![picture of a *job*](R/raw/v1/docs/job.png)](R/blob/v1/docs/page.md#top), ![alone](R/raw/v1/job.png), [web](https://example.com/a)
+<img src="R/raw/v1/docs/job.png" alt="job">, [below](R/blob/v1/README.md#limits)
+```
+[not](a/link)
+```
+"""
+
+
+def test_links_of_every_form_become_absolute() -> None:
+    made = hook().long_description(LINKED, REPOSITORY, "v1")
+    assert made.replace(REPOSITORY, "R") == ABSOLUTE
+
+
+def test_a_repository_is_a_web_address(checkout: Path, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, checkout)
+    said = run(*command, cwd=tmp_path, timeout_s=120, status=1, REPOSITORY="owner/torch-fleet")
+    assert "REPOSITORY='owner/torch-fleet' is no address of a repository: https://HOST/OWNER/NAME" in said
+
+
 def test_building_leaves_nothing_in_the_checkout(archives: Path, checkout: Path) -> None:
     """A build folder in the checkout would carry a removed module into the next wheel."""
-    present = {path.relative_to(checkout) for path in checkout.rglob("*") if path.is_symlink() or path.is_file()}
+    found = (path for path in checkout.rglob("*") if path.is_symlink() or path.is_file())
+    present = {path.relative_to(checkout) for path in found if path.parent.name != "__pycache__"}
     assert {path for path in present if not (checkout / path.parent).is_symlink()} == set(project_files())
 
 
@@ -256,3 +335,50 @@ def test_a_job_runs_from_the_wheel(installed: Path, user_folder: Path) -> None:
     logs = "".join((user_folder / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1))
     for rank in (0, 1):
         assert f"own launch strategies worker {rank} of 2" in logs
+
+
+# ---- what an installation brings along -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fresh(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function of an extra: the Python of an environment with the wheel and what it requires, no more."""
+
+    @cache
+    def made(extra: str) -> Path:
+        python = tmp_path_factory.mktemp(f"fresh-{extra}") / "bin" / "python"
+        venv.create(python.parents[1], symlinks=True, with_pip=False)
+        install(python, next(archives.glob("*.whl")))
+        site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=python.parent)
+        link_distributions(required(metadata_of(archives).get_all("Requires-Dist", []), extra), Path(site.strip()))
+        return python
+
+    return made
+
+
+def test_the_core_is_enough_to_train(fresh: Callable[[str], Path], user_folder: Path) -> None:
+    """Issue 42: two devices are tried, and a script of one's own trains, with what `pip install torch-fleet` brings."""
+    python = fresh("")
+    assert "No module named" in run(python, "-c", "import pytest", cwd=user_folder, status=1)
+    run(python, "-m", "fleet", "run_check", cwd=user_folder, timeout_s=300, CUDA_VISIBLE_DEVICES="")
+    run(python.parent / "fleetrun", "--gpus=0,1", "--log_dir", "core", "train.py", cwd=user_folder)
+    assert "worker 1 of 2" in (user_folder / "core" / "workerlog.1").read_text()
+
+
+QUICK_START = ("-m", "fleet.launch", "--gpus=0,1", "examples/resnet/train_fleet_dygraph.py", "--epochs=1", "--depth=18")
+
+
+def test_the_quick_start_runs_with_the_extra_that_it_names(fresh: Callable[[str], Path], checkout: Path) -> None:
+    """The command of the README, for one epoch of smaller images: today's `No module named 'PIL'` is gone."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "[examples]" in readme
+    assert f"python {' '.join(QUICK_START[:4])}" in readme
+    options = ("--width=8", "--image-size=16")
+    said = run(fresh("examples"), *QUICK_START, *options, cwd=checkout, timeout_s=300, CUDA_VISIBLE_DEVICES="")
+    assert "Test accuracy: " in said
+
+
+def test_an_example_without_the_extra_names_it(fresh: Callable[[str], Path], checkout: Path) -> None:
+    said = run(fresh(""), "examples/resnet/train_torch.py", cwd=checkout, status=1)
+    assert "pip install 'torch-fleet[examples]'" in said
+    assert "Traceback" not in said

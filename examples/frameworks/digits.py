@@ -10,13 +10,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fleet
 
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
+
 NUM_TRAIN = 1437  # of 1,797; the other 360 are for the test
 
 
 def open_digits() -> tuple[TensorDataset, TensorDataset]:
     """Returns training and test data: float images [64], and labels from 0 to 9."""
-    from sklearn.datasets import load_digits
-
     raw: Any = load_digits()
     images, labels = torch.from_numpy(raw.data).float() / 16, torch.from_numpy(raw.target)
     return TensorDataset(images[:NUM_TRAIN], labels[:NUM_TRAIN]), TensorDataset(images[NUM_TRAIN:], labels[NUM_TRAIN:])

@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
+
+try:
+    from PIL import Image
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png"}
 TEST_SHARE = 0.2
@@ -89,8 +94,6 @@ class Digits(Dataset[Sample]):
 
 def open_digits(image_size: int, seed: int) -> ImageData:
     """Returns the 1,797 handwritten 8x8 digits that come with scikit-learn, scaled to ``image_size``."""
-    from sklearn.datasets import load_digits
-
     raw: Any = load_digits()
     images = torch.from_numpy(raw.images).float().unsqueeze(1)
     images = functional.interpolate(images, (image_size, image_size), mode="bilinear", align_corners=False)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from data import Batch
-from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.utils.data import DataLoader
+
+try:
+    from sklearn.metrics import roc_auc_score
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
 
 
 @torch.no_grad()
