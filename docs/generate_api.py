@@ -79,7 +79,7 @@ def api_pages() -> dict[str, str]:
     entries: dict[str, list[tuple[str, list[str]]]] = {module: [] for module in modules()}
     again: dict[str, list[tuple[str, list[str]]]] = {module: [] for module in modules()}
     for name, module in public_names().items():
-        value = _value(name)
+        value = value_of(name)
         key = id(value) if isinstance(value, type) or callable(value) else id(name)
         first = homes.setdefault(key, name)
         if first == name:
@@ -127,7 +127,8 @@ def _summary(value: Any) -> str:
     return _inline((inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " "))
 
 
-def _value(name: str) -> Any:
+def value_of(name: str) -> Any:
+    """Returns what a public name stands for; a call of the package is the method of ``Fleet``."""
     module, _, last = name.rpartition(".")
     if module == "fleet":
         package: Any = import_module("fleet")
@@ -160,19 +161,24 @@ def _class(name: str, kind: type[Any]) -> Iterator[str]:
 
 
 def _members(kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the documented public members that come from this project."""
+    """Yields the documented public members as they are shown: methods with their signatures."""
+    for name, member in documented(kind):
+        if isinstance(member, property):
+            yield name, member
+        elif isinstance(member, classmethod | staticmethod):
+            yield f"{name}{_signature(member.__func__, first=isinstance(member, staticmethod))}", member
+        elif inspect.isfunction(member):
+            yield f"{name}{_signature(member)}", member
+
+
+def documented(kind: type[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the documented public members that come from this project, as their classes hold them."""
     seen: set[str] = set()
     for base in kind.__mro__:
         for name, member in vars(base).items() if base.__module__.startswith("fleet.") else ():
-            if name.startswith("_") or name in seen or not isinstance(inspect.getdoc(member), str):
-                continue
-            seen.add(name)
-            if isinstance(member, property):
+            if not name.startswith("_") and name not in seen and isinstance(inspect.getdoc(member), str):
+                seen.add(name)
                 yield name, member
-            elif isinstance(member, classmethod | staticmethod):
-                yield f"{name}{_signature(member.__func__, first=isinstance(member, staticmethod))}", member
-            elif inspect.isfunction(member):
-                yield f"{name}{_signature(member)}", member
 
 
 class _Text:
