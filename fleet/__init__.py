@@ -17,7 +17,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fleet.common.compatibility import check_compatibility
 from fleet.common.version import __version__ as __version__
+
+check_compatibility()
 
 if TYPE_CHECKING:
     from fleet.facade import Fleet
