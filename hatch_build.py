@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"(^[ ]*```.*?^[ ]*```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://)([^)\s]+)\)")
 _ATTRIBUTE = re.compile(r'\b(src|srcset|href)="(?!https?://)([^"]+)"')
 _VERSION = re.compile(r'__version__ = "(.+)"')

@@ -222,6 +222,10 @@ LINKED = """
 ```
 [not](a/link)
 ```
+- an item
+  ```bash
+  [not](a/link) either
+  ```
 """
 ABSOLUTE = """
 [![picture of a *job*](R/raw/v1/docs/job.png)](R/blob/v1/docs/page.md#top), ![alone](R/raw/v1/job.png), [web](https://example.com/a)
@@ -229,6 +233,10 @@ ABSOLUTE = """
 ```
 [not](a/link)
 ```
+- an item
+  ```bash
+  [not](a/link) either
+  ```
 """
 
 
