@@ -16,9 +16,9 @@ _PAGE = "docs/compatibility.md lists the versions that were tested"
 
 
 def check_compatibility() -> None:
-    """Raises ImportError that names a Python or torch older than the oldest supported one; absent torch is none.
+    """Raises ImportError that names a Python or torch older than the oldest supported one.
 
-    A program that is imported first decides: where torch is loaded already, its own version counts.
+    Where torch is loaded already, its own version counts; where there is none, nothing is refused.
     """
     check_python(tuple(sys.version_info[:2]))
     found = torch_version()
