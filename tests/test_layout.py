@@ -143,6 +143,7 @@ DIRECTIONS = {
         "etcd3gw",
     ),
     "strategies": (
+        "fleet.common.notes",
         "fleet.common.outside_graphs",
         "fleet.common.own_thread",
         "fleet.env",

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fleet.common.notes import add_note
 from fleet.strategies.pipeline.order import MicroStep, StageStream, channel_in, channel_out, plan_in_flight, plan_order
 from fleet.strategies.pipeline.wire import Incoming, Known, Outgoing, Spec, StageLink
 
@@ -123,7 +124,7 @@ class StageRun:
                     self._backward(action)
             # A note, not another error: its class says what went wrong, and the note adds where.
             except Exception as error:
-                error.add_note(f"Stage {self._place.stage} {self._described(action)}.")
+                add_note(error, f"Stage {self._place.stage} {self._described(action)}.")
                 raise
         for stream in self._out.values():
             stream.finish()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fleet.common.notes import add_note
 from fleet.errors import ConfigError
 from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._shared.through_host import begin_receiving, begin_sending
@@ -180,7 +181,7 @@ def waiting_for(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        error.add_note(what)
+        add_note(error, what)
         raise
 
 

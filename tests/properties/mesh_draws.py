@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fleet.common.notes import add_note
 from fleet.errors import ConfigError
 from tests.helpers.mesh_results import check_results
 from tests.helpers.meshes import BLOCKS, Mesh, train_on
@@ -84,7 +85,7 @@ def train_many(rank: int, world_size: int, meshes: list[Mesh]) -> list[dict[str,
         except ConfigError as error:
             found.append({"refused": str(error)})
         except Exception as error:
-            error.add_note(f"at place {place}: {mesh!r}")
+            add_note(error, f"at place {place}: {mesh!r}")
             raise
         end_of_draw()
     return found

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fleet
 from fleet.common.log import LOGGER
+from fleet.common.notes import add_note
 from fleet.errors import ConfigError, RendezvousError
 from fleet.job.broken_exchange import UncaughtErrors, explained
 from fleet.job.whereabouts import ENDED, Whereabouts
@@ -41,7 +42,7 @@ def test_what_broke_off_is_said_before_the_others_are_asked() -> None:
 
     asking: Any = SimpleNamespace(others_after=killed, described=GONE.described)
     broken = RuntimeError(f"{CLOSED}")
-    broken.add_note("Stage 0 was in the backward of micro-batch 1.")
+    add_note(broken, "Stage 0 was in the backward of micro-batch 1.")
     logged = patch.object(LOGGER, "error", lambda text, *given: said.append(text % given))
     with logged, pytest.raises(KeyboardInterrupt):
         explained(broken, [], asking, "[rank 0 of 2]")

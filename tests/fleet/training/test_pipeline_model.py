@@ -13,6 +13,7 @@ from torch import nn
 
 from fleet import fleet
 from fleet.common.log import LOGGER
+from fleet.common.notes import add_note
 from fleet.errors import UnsupportedOptionError
 from fleet.job.running import running_session
 from fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor, PipelineLayer
@@ -60,7 +61,7 @@ def two_stages(rank: int, world_size: int) -> None:
         try:
             check_case(case)
         except Exception as error:
-            error.add_note(f"The case was {name!r}.")
+            add_note(error, f"The case was {name!r}.")
             raise
     the_rest_of_the_surface()
 
@@ -152,7 +153,7 @@ def four_workers(rank: int, world_size: int) -> None:
         try:
             check_case(case)
         except Exception as error:
-            error.add_note(f"The case was {name!r}.")
+            add_note(error, f"The case was {name!r}.")
             raise
     unused_parameters(both)
 
