@@ -121,6 +121,7 @@ class _ServersOwn:
 
     def met(self) -> None:
         """Takes the servers' parameters, unless this worker has them: a forward from before keeps its backward."""
+        self.flushes += 1
         self._mailbox.receive(self.client)
         self._mailbox.deliver(only_new=True)
 
@@ -186,7 +187,6 @@ class HalfAsyncExchange(_ServersOwn):
 
     def flush(self) -> None:
         """Pushes what waits and takes the servers' parameters."""
-        self.flushes += 1
         self._sender.flush()
         self.met()
 
@@ -255,7 +255,6 @@ class AsyncExchange(_ServersOwn):
 
     def flush(self) -> None:
         """Waits for the queues, then takes the servers' parameters."""
-        self.flushes += 1
         self._sender.flush()
         for client in self._others:
             client.flush()

@@ -86,11 +86,15 @@ class ServerExchange(Protocol):
 
 class _AsksServers(Protocol):
     client: Client
-    flushes: int  # a load or a shrink comes after one, and changes more than training does
+    # Flushes and barriers so far: a load or a shrink comes after one and changes more than training does, and what
+    # follows a barrier sees every step before it.
+    flushes: int
 
 
 class TicketRows:
-    """Rows that a pull brings, good until the step after those that were pushed when it was made, or the next flush.
+    """Rows that a pull brings, good until the step after those that were pushed when it was made.
+
+    A flush or a barrier in between makes them too old.
 
     Args:
         exchange: of the pull.
@@ -105,7 +109,7 @@ class TicketRows:
         self._flushes = exchange.flushes
 
     def rows(self, table_id: int, part: slice) -> Rows | None:
-        """Waits for rows of one table; returns ``None`` when they are too old, or from before a flush."""
+        """Waits for rows of one table; returns ``None`` when they are too old, or from before a flush or a barrier."""
         client = self._exchange.client
         if client.step > self._until or self._exchange.flushes > self._flushes:
             return None
@@ -223,6 +227,7 @@ class SyncExchange:
         """
         if self.client.step != self._reached:
             self.flush()
+        self.flushes += 1
 
     def close(self) -> None:
         """Makes lookups ask this worker again, which refuses; it has no threads."""

@@ -239,6 +239,54 @@ def test_a_load_makes_requested_rows_old(tmp_path: Any) -> None:
     with_worker("sync", loop)
 
 
+class OneRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(1, initializer=fleet.ps.Initializer("constant", 0.0))
+        self.out = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "hybrid", "async", "max_staleness", "half_async"])
+def test_a_barrier_makes_requested_rows_old(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a barrier, the rows hold every step of both workers."""
+    trainers = thread_trainers(2)
+    monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda job: trainers[job.global_rank])
+    monkeypatch.setenv("CPU_NUM", "1")
+    bounded = {"a_sync_configs": {"max_staleness": 2}} if mode == "max_staleness" else {}
+    made = strategy_of("async" if bounded else mode, 2, **bounded)
+
+    def work(own: Fleet, rank: int) -> tuple[list[float], list[float]]:
+        net = OneRow()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 1.0), made)
+        model = own.distributed_model(net)
+        own.init_worker()
+        found: list[float] = []
+        for number, batch in enumerate(own.prefetch([torch.tensor([7]) for _ in range(6)])):
+            if number == 3:  # in the modes that read ahead, the rows of this batch were requested before a step
+                own.barrier_worker()
+            loss = model.rows(batch).sum()
+            if number == 3:
+                found.append(loss.item())
+                own.barrier_worker()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own.barrier_worker()
+        if mode not in ("sync", "hybrid"):
+            model.rows.prefetch(torch.tensor([7]))
+            model.rows(torch.tensor([7])).sum().backward()
+            model.rows.prefetch(torch.tensor([7]))
+            optimizer.step()
+            own.barrier_worker()
+            found.append(model.rows(torch.tensor([7])).item())
+        own.stop_worker()
+        return found
+
+    steps = 1 if mode in ("sync", "hybrid") else 2  # the mean of two workers, or their sum
+    expected = [-3.0 * steps] if steps == 1 else [-6.0, -14.0]
+    assert run_job(work, num_workers=2, strategy=made, limit_s=100) == [expected, expected]
+
+
 def test_evaluation_inside_the_loop_disturbs_nothing() -> None:
     def loop(own: Fleet, model: Any, optimizer: Any) -> list[int]:
         own.init_worker()
