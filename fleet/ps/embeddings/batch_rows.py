@@ -139,7 +139,8 @@ class BatchRows:
         self._places = _IdPlaces(say)
         self._batch: Any = None
         self._calls: dict[LooksUp, int] = defaultdict(int)
-        self._has_trained = False  # from then on lookups without gradients belong to no batch of the loop
+        self._has_trained = False
+        self._trains = False  # in this pass over the loader: its batches are looked up with gradients only
         self._requested: list[_Requested] = []  # of the batch at hand
         self._unheard: set[_Call] = set()  # calls of this batch whose rows were requested
         self._is_due = False
@@ -191,15 +192,25 @@ class BatchRows:
     def begin_lookup(self) -> None:
         """Requests the rows of the batch if they are due."""
         # An evaluation inside the loop is none of this batch's lookups.
-        if self._is_due and (torch.is_grad_enabled() or not self._has_trained):
+        if self._is_due and (torch.is_grad_enabled() or not self._trains):
             self._is_due = False
             self._take(self.request(self._batch, False))
+
+    def may_take(self, expected: ExpectedRows) -> bool:
+        """Returns whether the lookup at hand may take these rows.
+
+        An evaluation inside a training loop may not: what was requested lacks the steps since.
+        """
+        if torch.is_grad_enabled():
+            return True
+        return not self._trains and any(own is expected for _, own in self._requested)
 
     def end(self) -> None:
         """Hears no lookups any more, and forgets what was requested."""
         self._batch = None
         self._is_due = False
         self._is_running = False
+        self._trains = False
         # This may have been a loop inside another one, whose batch is looked up again from here on.
         while self._outer is not None and not self._outer._is_running:
             self._outer = self._outer._outer
@@ -219,6 +230,7 @@ class BatchRows:
     def end_lookup(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
         """Learns where the batch has the ids, unless their rows were expected."""
         trains = torch.is_grad_enabled()
+        self._trains |= trains
         if trains and not self._has_trained:  # what was heard before was an evaluation
             self._has_trained = True
             self._calls.clear()

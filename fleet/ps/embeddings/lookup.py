@@ -55,6 +55,9 @@ class HearsLookups(Protocol):
     def begin_lookup(self) -> None:
         """Called before a lookup, which takes the rows that are requested here."""
 
+    def may_take(self, expected: ExpectedRows) -> bool:
+        """Returns whether the lookup at hand may take these rows, which were requested for its ids."""
+
     def end_lookup(self, lookup: RowLookup, ids: Keys, was_expected: bool) -> None:
         """Called with the ids of a lookup, and whether their rows were expected."""
 
@@ -316,7 +319,7 @@ class RowLookup:
 
     def _take_expected(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
         for place, expected in enumerate(self._expected):
-            if expected.is_of(ids):
+            if expected.is_of(ids) and (self.loop is None or self.loop.may_take(expected)):
                 del self._expected[place]
                 rows = expected.requested.take()
                 return None if rows is None else (rows, expected.keys, expected.inverse)

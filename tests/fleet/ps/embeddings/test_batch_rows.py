@@ -223,6 +223,50 @@ def test_rows_that_are_too_old_are_asked_for_again() -> None:
     assert servers.lookups == [0] * 3
 
 
+def test_an_evaluation_in_a_training_loop_asks_the_servers() -> None:
+    """Rows that are requested for a batch lack the step before it."""
+    servers = Servers()
+    module = fleet.SparseEmbedding(DIM, name="t")
+    servers.connect(module, 0)
+    rows = BatchRows([module])
+    first, second, third = (ids(4, seed=seed) for seed in range(3))
+    rows.begin(first, [])
+    module(first)
+    rows.begin(second, rows.request(second, True))
+    coming = rows.request(third, True)
+    with torch.no_grad():
+        module(second)
+        module(third)
+        other = BatchRows([module])  # of a loop over other data, which has some of the same ids
+        other.begin(third, [])
+        module(third)
+        other.end()
+    assert servers.lookups == [0] * 4
+    module(second)
+    rows.begin(third, coming)
+    module(third)
+    assert servers.lookups == [0] * 4
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_loop_that_only_evaluates_takes_its_rows(trained_before: bool) -> None:
+    servers = Servers()
+    module = fleet.SparseEmbedding(DIM, name="t")
+    servers.connect(module, 0)
+    rows = BatchRows([module])
+    rows.begin(ids(4))
+    with torch.set_grad_enabled(trained_before):
+        module(ids(4))
+    rows.end()
+    with torch.no_grad():
+        for seed in range(3):
+            rows.begin(ids(4, seed=seed))
+            module(ids(4, seed=seed))
+    rows.end()
+    assert servers.lookups == [0]
+    assert len(servers.requests) == 3
+
+
 def test_nothing_stays_behind_after_the_loop() -> None:
     servers = Servers()
     module = fleet.SparseEmbedding(DIM, name="t")
