@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
+from fleet.ps.embeddings.jagged_ids import KeyedIds, jagged_ids
 from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
@@ -83,7 +84,8 @@ def bags_of(
     """Returns ``ids`` flat.
 
     Args:
-        ids: tensor of any shape, or a list of one list or tensor per sample and slot, sample by sample.
+        ids: tensor of any shape, a list of one list or tensor per sample and slot, sample by sample; or with a combiner
+            a jagged tensor.
         offsets: where each sample and slot begins in flat ids.
         combiner: "none", "sum" or "mean".
         num_slots: slots per sample.
@@ -97,9 +99,29 @@ def bags_of(
         [0, 2, 2]
     """
     try:
-        return _taken_apart(ids, offsets, combiner, num_slots)
+        return _taken_apart(*_of_jagged(ids, offsets, combiner), combiner, num_slots)
     except _Unfit as reason:
         raise ConfigError(f"{origin}: {reason}") from None
+
+
+def _of_jagged(ids: Any, offsets: Tensor | None, combiner: str) -> tuple[Any, Tensor | None]:
+    """Returns ids and offsets, of jagged ids the flat ones."""
+    if isinstance(ids, KeyedIds):
+        raise _Unfit(
+            f"ids are a {type(ids).__name__} of the features {list(ids.keys())}, and this module has one table. Pass "
+            "the ids of one feature, or use fleet.SparseEmbeddings."
+        )
+    found = jagged_ids(ids)
+    if found is None:
+        return ids, offsets
+    if offsets is not None:
+        raise _Unfit("offsets were given beside jagged ids, which have their own; omit them.")
+    if combiner == "none":
+        raise _Unfit(
+            "ids are jagged, a number of ids for each sample, and combiner is 'none', so rows would have no sample. "
+            "Give the module a combiner, 'sum' or 'mean', or pass ids that are padded to one length, [batch, length]."
+        )
+    return found.values, found.starts()
 
 
 def _taken_apart(ids: Tensor | Sequence[Any], offsets: Tensor | None, combiner: str, num_slots: int) -> Bags:
@@ -226,6 +248,10 @@ def _as_tensor(part: Any) -> Tensor:
 
 
 def _flat(ids: Tensor) -> Keys:
+    if ids.layout is not torch.strided or ids.is_nested:
+        raise _Unfit(f"ids are of layout {ids.layout}; they must be strided, as ids.to_dense() returns them.")
+    if ids.is_meta:
+        raise _Unfit("ids are on the device meta and have no values; pass ids on the CPU or a GPU.")
     if ids.dtype is torch.int64 and ids.is_cpu:
         usual: Keys = np.ascontiguousarray(ids.numpy()).reshape(-1)
         return usual

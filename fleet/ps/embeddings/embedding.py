@@ -93,8 +93,8 @@ class SparseEmbedding(WatchesWeight):
     Shapes (``s`` = num_slots, absent when it is 1):
         ids [...] with combiner none -> [..., dim]; ids [batch, length] or [batch, s, length] with a combiner ->
         [batch, dim] or [batch, s, dim]; flat ids with ``offsets`` (as ``nn.EmbeddingBag``), or a list of one list
-        (or tensor) of ids per sample and slot, with a combiner -> [batch, dim] or [batch, s, dim]. A list without a
-        combiner gives the rows one after the other, [n, dim].
+        (or tensor) of ids per sample and slot, or a jagged tensor of torch, with a combiner -> [batch, dim] or
+        [batch, s, dim]. A list without a combiner gives the rows one after the other, [n, dim].
 
     Raises:
         ConfigError: an argument is wrong, or ids are not integers of a valid shape.
@@ -199,7 +199,8 @@ class SparseEmbedding(WatchesWeight):
         """Returns the rows of ``ids``, or their sum or mean per sample.
 
         Args:
-            ids: int64 tensor, or a list of one list or tensor of ids per sample (and slot).
+            ids: int64 tensor, a list of one list or tensor of ids per sample (and slot), or with a combiner a jagged
+                tensor.
             offsets: where each sample (and slot) begins in flat ids; of a dataset's batch ``offsets[:-1]``.
             show, click: one number per sample, which the rows of an accessor add up; needed with ShowClickEntry.
         """

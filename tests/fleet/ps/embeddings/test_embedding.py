@@ -13,6 +13,7 @@ from fleet.ps.embeddings.bags import bags_of
 from fleet.ps.embeddings.lookup import LocalRows
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
+from tests.fleet.ps.embeddings.features import Keyed
 
 WIDE = Initializer("uniform", -1.0, 1.0)
 BIG = 10**15
@@ -178,3 +179,35 @@ def test_unsigned_ids_are_those_of_the_same_bits() -> None:
     for wrong in (1 << 64, -(1 << 63) - 1, "a"):
         with pytest.raises(ConfigError, match="is not a list of ids"):
             bags([[wrong]])
+
+
+def nested(layout: torch.layout = torch.jagged) -> torch.Tensor:
+    bags = [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])]
+    return torch.nested.nested_tensor(bags, layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_jagged_ids_are_the_bags_of_a_combiner(combiner: str, layout: torch.layout) -> None:
+    embedding = make(combiner=combiner)
+    assert torch.equal(embedding(nested(layout)), embedding([[1, 2], [], [3]]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("combiner", "given", "message"),
+    [
+        ("none", lambda: (nested(),), "jagged.*combiner.*padded"),
+        ("sum", lambda: (nested(), torch.tensor([0])), "offsets.*beside jagged"),
+        ("none", lambda: (torch.eye(2, dtype=torch.int64).to_sparse(),), "torch.sparse_coo.*strided"),
+        ("sum", lambda: (torch.eye(2, dtype=torch.int64).to_sparse(),), "torch.sparse_coo.*strided"),
+        ("none", lambda: (torch.empty(2, dtype=torch.int64, device="meta"),), "meta.*no values"),
+        ("sum", lambda: (Keyed({"user": [[1]], "item": [[2]]}),), "Keyed.*SparseEmbeddings"),
+    ],
+)
+def test_ids_that_have_no_rows_of_their_own_are_refused(combiner: str, given, message: str) -> None:
+    embedding = make(combiner=combiner)
+    for call in (embedding, embedding.prefetch):
+        with pytest.raises(ConfigError, match=message):
+            call(*given())
