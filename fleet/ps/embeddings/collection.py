@@ -60,6 +60,8 @@ class SparseEmbeddings(nn.Module):
         for name, given in tables.items():
             self._check_name(name)
             self.add_module(name, SparseEmbedding(**_settings(name, given, defaults)))
+            if self[name].name is None:  # until the table has the name of the module in the model
+                self[name].lookup.label = f"SparseEmbedding {name!r}"
         self._combines = {name: self[name].combiner != "none" for name in self}
 
     def __getitem__(self, name: str) -> SparseEmbedding:

@@ -373,7 +373,8 @@ class RowLookup:
         """Notes that backward has left the rows of ``gradient`` in ``part`` of a leaf with the rows of ``source``."""
         if not source.trains:
             raise NotInitializedError(
-                f"{self.label}: backward ran before fleet.init_worker(), so nothing would train its rows. Call "
+                f"{self.label}: backward ran before fleet.init_worker(), or the module was made after it and is on no "
+                "server, so nothing would train its rows. Make modules before fleet.distributed_model(model) and call "
                 "fleet.init_worker() before training, or run the forward under torch.no_grad()."
             )
         if not any(kept is part for kept, _ in self._ready):

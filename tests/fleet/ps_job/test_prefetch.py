@@ -287,6 +287,16 @@ def test_a_barrier_makes_requested_rows_old(mode: str, monkeypatch: pytest.Monke
     assert run_job(work, num_workers=2, strategy=made, limit_s=100) == [expected, expected]
 
 
+def test_a_module_that_was_made_after_the_start_is_named_by_backward() -> None:
+    def loop(own: Fleet, model: Any, optimizer: Any) -> None:
+        own.init_worker()
+        added = fleet.SparseEmbeddings({"late": 4})
+        with pytest.raises(NotInitializedError, match=r"'late'.*made after it.*before fleet.distributed_model"):
+            added({"late": torch.tensor([1])})["late"].sum().backward()
+
+    with_worker("sync", loop)
+
+
 def test_evaluation_inside_the_loop_disturbs_nothing() -> None:
     def loop(own: Fleet, model: Any, optimizer: Any) -> list[int]:
         own.init_worker()
