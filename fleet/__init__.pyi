@@ -555,7 +555,8 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
 
     Raises:
         NotInitializedError: the loop begins before ``fleet.init_worker()``.
-        ConfigError: in the modes that read ahead, the loader writes the next batch into the memory of the last.
+        ConfigError: ``loader`` is no iterable of batches; or, in the modes that read ahead, it writes the next
+            batch into the memory of the last.
 
     Example:
         >>> for batch in fleet.prefetch(loader):

@@ -26,6 +26,7 @@ from fleet.job.util import HostArray, UtilBase
 from fleet.options import DistributedStrategy, check_strategy, mark_copied
 from fleet.paddle import group_sharded
 from fleet.paddle.topology import HybridCommunicateGroup, communicate_group
+from fleet.ps.embeddings.batch_rows import check_batches
 from fleet.ps_job.inference_model import save_model
 from fleet.role_maker import RoleMakerBase
 from fleet.strategies.amp.amp import Amp
@@ -568,7 +569,8 @@ class Fleet:
 
         Raises:
             NotInitializedError: the loop begins before ``fleet.init_worker()``.
-            ConfigError: in the modes that read ahead, the loader writes the next batch into the memory of the last.
+            ConfigError: ``loader`` is no iterable of batches; or, in the modes that read ahead, it writes the next
+                batch into the memory of the last.
 
         Example:
             >>> for batch in fleet.prefetch(loader):
@@ -577,6 +579,7 @@ class Fleet:
             ...     optimizer.step()
             ...     optimizer.zero_grad()
         """
+        check_batches(loader)
         job = self._job("prefetch", "worker")
         return loader if job is None else job.prefetch(loader)
 

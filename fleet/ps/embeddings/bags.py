@@ -252,13 +252,20 @@ def _flat(ids: Tensor) -> Keys:
         raise _Unfit(f"ids are of layout {ids.layout}; they must be strided, as ids.to_dense() returns them.")
     if ids.is_meta:
         raise _Unfit("ids are on the device meta and have no values; pass ids on the CPU or a GPU.")
-    if ids.dtype is torch.int64 and ids.is_cpu:
-        usual: Keys = np.ascontiguousarray(ids.numpy()).reshape(-1)
-        return usual
     if ids.dtype not in WHOLE_TYPES and ids.dtype is not torch.uint64:
         raise _Unfit(f"ids are {ids.dtype}; they must be integers (torch.int64).")
-    same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()
-    flat: Keys = np.ascontiguousarray(same_bits.to("cpu", torch.int64).numpy()).reshape(-1)
+    whole = ids
+    if ids.dtype is not torch.int64 or not ids.is_cpu:
+        same_bits = ids.detach().view(torch.int64) if ids.dtype is torch.uint64 else ids.detach()
+        whole = same_bits.to("cpu", torch.int64)
+    try:
+        numbers = whole.numpy()
+    except RuntimeError as error:
+        raise _Unfit(
+            f"the ids are a {type(ids).__name__} whose numbers cannot be read, as inside torch.func.vmap and "
+            f"torch.export: {error} Call the module outside, and export with fleet.save_inference_model."
+        ) from None
+    flat: Keys = np.ascontiguousarray(numbers).reshape(-1)
     return flat
 
 

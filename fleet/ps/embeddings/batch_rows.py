@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
@@ -280,10 +280,26 @@ class Prefetched:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "fleet.prefetch(loader): its batches belong to the connection of this worker and cannot be pickled or "
+            "copied. Give another process its loader, and call fleet.prefetch in the loop."
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_connected", "_reads_ahead"):  # a copy that is being made has none yet
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def check_batches(loader: object) -> None:
+    """Raises ConfigError unless ``loader`` is an iterable that may be one of batches."""
+    gives = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
+    if not gives or isinstance(loader, nn.Module | str | bytes):
+        raise ConfigError(
+            f"fleet.prefetch({loader!r:.60}) received a {type(loader).__name__}; it takes an iterable of batches, "
+            "as in for batch in fleet.prefetch(loader)."
+        )
 
 
 def _at_once(batch: Any, batches: Iterator[Any], rows: BatchRows) -> Iterator[Any]:

@@ -259,6 +259,11 @@ class RowLookup:
 
     def arrived(self, ids: Keys) -> tuple[Rows, Keys, NDArray[np.int32]] | None:
         """Returns what :meth:`rows_of` does if the rows of ``ids`` were expected; each lookup begins with it."""
+        if torch.jit.is_tracing():
+            raise ConfigError(
+                f"{self.label}: torch.jit.trace would keep the rows of this call for all calls, and its rows are those "
+                "of a table. Export the model with fleet.save_inference_model(dirname, example_inputs=...)."
+            )
         loop = self.loop
         if loop is not None:
             loop.begin_lookup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -293,6 +294,38 @@ def test_a_module_that_was_made_after_the_start_is_named_by_backward() -> None:
         added = fleet.SparseEmbeddings({"late": 4})
         with pytest.raises(NotInitializedError, match=r"'late'.*made after it.*before fleet.distributed_model"):
             added({"late": torch.tensor([1])})["late"].sum().backward()
+
+    with_worker("sync", loop)
+
+
+@pytest.mark.parametrize("given", [None, 5, nn.ModuleList([nn.Linear(1, 1)])])
+def test_what_gives_no_batches_is_refused_at_the_call(given: Any) -> None:
+    def loop(own: Fleet, model: Any, optimizer: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"(?s)fleet.prefetch\(.*{type(given).__name__[:4]}.*iterable of batches"):
+            own.prefetch(given)
+        own.init_worker()
+
+    with_worker("async", loop)
+
+
+def test_the_batches_of_a_loop_are_not_pickled() -> None:
+    def loop(own: Fleet, model: Any, optimizer: Any) -> None:
+        own.init_worker()
+        with pytest.raises(ConfigError, match="the connection of this worker.*its loader"):
+            pickle.dumps(own.prefetch([1]))
+
+    with_worker("async", loop)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("how", ["trace", "vmap"])
+def test_programs_that_would_keep_the_rows_of_one_call_are_refused(how: str) -> None:
+    def loop(own: Fleet, model: Any, optimizer: Any) -> None:
+        own.init_worker()
+        ids = torch.tensor([[1, 2], [3, 4]])
+        for module in (model.pair, fleet.SparseEmbeddings({"pair": 4})["pair"]):
+            with pytest.raises(ConfigError, match="torch.jit.trace" if how == "trace" else "torch.func.vmap"):
+                torch.jit.trace(module, ids) if how == "trace" else torch.func.vmap(module)(ids)
 
     with_worker("sync", loop)
 
