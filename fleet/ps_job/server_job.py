@@ -23,7 +23,7 @@ from fleet.launch.processes.report import LEFT_SERVERS_WAITING
 from fleet.ps.client.client import Client
 from fleet.ps.client.client_config import ONCE, ClientConfig
 from fleet.ps.client.shards import TableMap
-from fleet.ps.embeddings.batch_rows import BatchRows, Prefetched
+from fleet.ps.embeddings.batch_rows import BatchRows, LooksUp, Prefetched
 from fleet.ps.publishing.publication import Publication, take_asked
 from fleet.ps.server.server import Server
 from fleet.ps.server.server_config import ServerConfig
@@ -99,6 +99,7 @@ class ServerJob:
         self._publication: Publication | None = None
         self.trainer: Trainer | None = None
         self._has_served = False
+        self._said: set[LooksUp] = set()  # modules whose rows fleet.prefetch does not request
 
     # -- worker --------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,8 @@ class ServerJob:
             if trainer is None:
                 return None
             if rows is None:
-                rows = BatchRows(trainer.plan.modules, self._job.say if may_read_ahead else lambda line: None)
+                said_to = (self._job.say, self._said) if may_read_ahead else (lambda line: None, None)
+                rows = BatchRows(trainer.plan.modules, *said_to)
             return rows
 
         def reads_ahead() -> bool:

@@ -46,9 +46,9 @@ _Call: TypeAlias = tuple[LooksUp, int]
 class _IdPlaces:
     """The places at which the lookups of a loop find their ids."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], said: set[LooksUp]) -> None:
         self._say = say
-        self._said: set[LooksUp] = set()
+        self._said = said
         self.known: dict[_Call, IdPlace] = {}
         self._vain: dict[_Call, int] = defaultdict(int)
         self._refused: dict[_Call, int] = defaultdict(int)
@@ -131,12 +131,15 @@ class BatchRows:
     Args:
         modules: of the model, whose rows are on servers.
         say: receives each line meant for the user.
+        said: modules of which a line was said; the loops of a job share them, as those of its epochs.
     """
 
-    def __init__(self, modules: Sequence[LooksUp], say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, modules: Sequence[LooksUp], say: Callable[[str], None] = print, said: set[LooksUp] | None = None
+    ) -> None:
         self._by_lookup = {id(module.lookup): module for module in modules}
         self._modules = list(modules)
-        self._places = _IdPlaces(say)
+        self._places = _IdPlaces(say, set() if said is None else said)
         self._batch: Any = None
         self._calls: dict[LooksUp, int] = defaultdict(int)
         self._has_trained = False

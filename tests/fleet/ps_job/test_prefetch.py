@@ -301,7 +301,9 @@ def test_a_module_that_was_made_after_the_start_is_named_by_backward() -> None:
 @pytest.mark.parametrize("given", [None, 5, nn.ModuleList([nn.Linear(1, 1)])])
 def test_what_gives_no_batches_is_refused_at_the_call(given: Any) -> None:
     def loop(own: Fleet, model: Any, optimizer: Any) -> None:
-        with pytest.raises(ConfigError, match=rf"(?s)fleet.prefetch\(.*{type(given).__name__[:4]}.*iterable of batches"):
+        with pytest.raises(
+            ConfigError, match=rf"(?s)fleet.prefetch\(.*{type(given).__name__[:4]}.*iterable of batches"
+        ):
             own.prefetch(given)
         own.init_worker()
 

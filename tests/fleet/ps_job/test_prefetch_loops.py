@@ -240,6 +240,20 @@ def test_ids_that_the_loop_changes(mode: str, pulls: int, monkeypatch: pytest.Mo
     assert run_loop(loop, monkeypatch, mode)[-4:] == [pulls] * 4
 
 
+def test_a_loop_in_each_epoch_says_once_what_it_does_not_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def loop(run: Run) -> list[Any]:
+        monkeypatch.setattr(run.own.session.job, "say", said.append)  # type: ignore[union-attr]
+        for _ in range(3):
+            for batch in run.prefetch(draw(5)):
+                run.step(*(batch * 7 % 97).unbind(1))
+        return []
+
+    run_loop(loop, monkeypatch)
+    assert len([line for line in said if "looks up" in line]) == TABLES
+
+
 def test_rare_batches_of_another_form_leave_the_rows_of_the_others_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def loop(run: Run) -> list[int]:
         counts = []
