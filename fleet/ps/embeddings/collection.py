@@ -85,7 +85,8 @@ class SparseEmbeddings(nn.Module):
 
         Args:
             ids: by feature a tensor or a list as for :class:`fleet.SparseEmbedding`; a pair of flat ids and offsets (as
-                ``nn.EmbeddingBag``); or a jagged tensor of torch, [batch, j]. Or TorchRec's ``KeyedJaggedTensor``.
+                ``nn.EmbeddingBag``; of a dataset's batch ``offsets[:-1]``); or a jagged tensor of torch, [batch, j].
+                Or TorchRec's ``KeyedJaggedTensor``.
                 Jagged ids without a combiner give the rows one after the other, [n, dim].
             show, click: one number per sample, for all features whose rows have an accessor; or by feature.
 
@@ -98,6 +99,7 @@ class SparseEmbeddings(nn.Module):
         given = by_name(ids, self._combines, "SparseEmbeddings")
         counts = self._counts("show", show), self._counts("click", click)
         modules = [self[name] for name in given]
+        _check_ends(ids, given, self._combines)
         if not all(map(_has_own_forward, modules)):
             return {name: self[name](*own, **_of(counts, name)) for name, own in given.items()}
         calls = [
@@ -123,6 +125,7 @@ class SparseEmbeddings(nn.Module):
             >>> fields.prefetch({"user": ids, "item": ids})
         """
         given = by_name(ids, self._combines, "SparseEmbeddings")
+        _check_ends(ids, given, self._combines)
         prefetch_together(
             [(self[name].lookup, _apart(self[name], name, own, counts=False).keys) for name, own in given.items()]
         )
@@ -162,6 +165,31 @@ class SparseEmbeddings(nn.Module):
 
 _Call: TypeAlias = tuple[SparseEmbedding, IdsOfCall]
 _Found: TypeAlias = tuple[Rows, Keys, NDArray[np.int32]]  # of distinct ids, these ids, the place of each id among them
+
+
+def _check_ends(ids: FeatureIds, given: Mapping[str, IdsAndOffsets], combines: Mapping[str, bool]) -> None:
+    """Refuses offsets that end with the number of ids, as those of a dataset: they would make a sample too many.
+
+    They are noticed beside tensors whose first dimension is the number of samples.
+    """
+    pairs = [name for name in given if combines[name] and isinstance(ids, Mapping) and isinstance(ids[name], tuple)]
+    if not pairs:
+        return
+    sizes = {
+        len(own[0]) for name, own in given.items() if own[1] is None and ids[name] is own[0] and _is_padded(own[0])
+    }  # type: ignore[index]
+    for name in pairs:
+        values, offsets = given[name]
+        if sizes and offsets is not None and sizes == {len(offsets) - 1} and int(offsets[-1]) == len(values):
+            raise ConfigError(
+                f"SparseEmbeddings: of the feature {name!r}: {len(offsets)} offsets, the last of which is the number "
+                f"of ids, but the other features have {len(offsets) - 1} samples. Offsets say where each sample begins; "
+                "leave out the end of the last one: offsets[:-1]."
+            )
+
+
+def _is_padded(ids: object) -> bool:
+    return isinstance(ids, Tensor) and ids.ndim > 0
 
 
 def _apart(module: Any, name: str, own: IdsAndOffsets, *counts: Tensor | None, **wanted: bool) -> IdsOfCall:

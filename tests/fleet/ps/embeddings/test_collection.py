@@ -333,3 +333,14 @@ def test_options_by_the_name_of_the_table_saving_and_prediction(tmp_path: Path) 
     fresh.fields["words"].lookup.source = None
     fresh.fields["words"].load(str(tmp_path / "served"), "fields.words")
     assert fresh.fields({"words": batch()["words"]})["words"].shape == (6, 4)
+
+
+def test_offsets_with_the_end_of_the_last_bag_are_refused_beside_other_features() -> None:
+    fields = fleet.SparseEmbeddings({"user": 4, "words": {"dim": 4, "combiner": "sum"}})
+    user, words, ends = torch.tensor([1, 2]), torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3])
+    assert len(fields({"user": user, "words": (words, ends[:-1])})["words"]) == 2
+    assert len(fields({"user": torch.tensor([1, 2, 3]), "words": (words, ends)})["words"]) == 3
+    with pytest.raises(ConfigError, match=r"'words'.*3 offsets.*2 samples.*offsets\[:-1\]"):
+        fields({"user": user, "words": (words, ends)})
+    with pytest.raises(ConfigError, match="'words'"):
+        fields.prefetch({"user": user, "words": (words, ends)})
