@@ -130,6 +130,29 @@ class SparseEmbeddings(nn.Module):
             [(self[name].lookup, _apart(self[name], name, own, counts=False).keys) for name, own in given.items()]
         )
 
+    def load(self, dirname: str, name: str | None = None) -> int:
+        """Reads the rows of all features from a save into this process, for prediction; returns how many were read.
+
+        Args:
+            dirname: the folder of ``fleet.save_persistables`` or ``save_inference_model``.
+            name: the collection's name in the model that was trained, such as ``"fields"``; its tables are
+                ``fields.user`` and so on. Features that were given a ``name`` of their own are found by that.
+
+        Raises:
+            ConfigError: the collection is connected to servers; they load with ``fleet.load_model``.
+            CheckpointError: the save lacks a table, is damaged, or rows have another shape; the collection is
+                unchanged.
+
+        Example:
+            >>> fields = SparseEmbeddings({"user": 4, "item": 4})
+            >>> fields.load("model", "fields")  # doctest: +SKIP
+        """
+        tables = {feature: self[feature].name or (f"{name}.{feature}" if name else feature) for feature in self}
+        found = {feature: self[feature].read(dirname, table) for feature, table in tables.items()}
+        for feature, (local, _) in found.items():
+            self[feature].use_rows(local)
+        return sum({tables[feature]: loaded for feature, (_, loaded) in found.items()}.values())
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _check_name(self, name: object) -> None:

@@ -250,22 +250,8 @@ class SparseEmbedding(WatchesWeight):
             CheckpointError: the save has no such table, is damaged, or its rows have another shape; the module is
                 unchanged.
         """
-        if self.lookup.source is not None and self.lookup.source.trains:
-            raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
-        from fleet.ps.files.manifest import read_parts, table_folder
-        from fleet.ps.files.table_files import load_checked_table
-
-        table = self.name or name or "embedding"
-        part = read_parts(table_folder(dirname, table))[0]
-        if part.kind != "sparse":
-            raise CheckpointError(f"table {table!r} in {dirname} is {part.kind}; name one of a SparseEmbedding.")
-        config = config_of_spec({**part.config, "kind": "sparse"})
-        if not isinstance(config, SparseTableConfig) or config.dim != self.dim:
-            raise CheckpointError(f"table {table!r} in {dirname} does not hold rows of dim {self.dim}: {config}.")
-        local = LocalRows(config)
-        loaded = load_checked_table(local.table, dirname)  # nobody sees the table before it is whole
-        self.use_table(config)
-        self.lookup.source = local
+        local, loaded = self.read(dirname, self.name or name or "embedding")
+        self.use_rows(local)
         return loaded
 
     def lookup_rows(self, ids: Tensor) -> Tensor:
@@ -279,6 +265,28 @@ class SparseEmbedding(WatchesWeight):
         return f"{self.dim}, name={self.name!r}, combiner={self.combiner!r}, num_slots={self.num_slots}"
 
     # -- for SparseEmbeddings ------------------------------------------------------------------------------------
+
+    def read(self, dirname: str, table: str) -> tuple[LocalRows, int]:
+        """Returns the rows of a table that was saved, and their number; see :meth:`load`."""
+        if self.lookup.source is not None and self.lookup.source.trains:
+            raise ConfigError("SparseEmbedding.load() is for prediction; the rows of this module are on servers.")
+        from fleet.ps.files.manifest import read_parts, table_folder
+        from fleet.ps.files.table_files import load_checked_table
+
+        part = read_parts(table_folder(dirname, table))[0]
+        if part.kind != "sparse":
+            raise CheckpointError(f"table {table!r} in {dirname} is {part.kind}; name one of a SparseEmbedding.")
+        config = config_of_spec({**part.config, "kind": "sparse"})
+        if not isinstance(config, SparseTableConfig) or config.dim != self.dim:
+            raise CheckpointError(f"table {table!r} in {dirname} does not hold rows of dim {self.dim}: {config}.")
+        local = LocalRows(config)
+        loaded = load_checked_table(local.table, dirname)  # nobody sees the table before it is whole
+        return local, loaded
+
+    def use_rows(self, local: LocalRows) -> None:
+        """Looks up rows that :meth:`read` has returned."""
+        self.use_table(local.config)
+        self.lookup.source = local
 
     def take_apart(
         self,

@@ -102,6 +102,7 @@ class LocalRows:
     asked = 0
 
     def __init__(self, config: SparseTableConfig) -> None:
+        self.config = config
         self.table = SparseTable(replace(config, bounds=None))  # the limits are those of servers
 
     def rows(self, keys: Keys) -> Rows:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from fleet.errors import ConfigError, NotInitializedError
+from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.facade import Fleet
 from tests.fleet.ps.embeddings.features import START, TABLES, Keyed, batch, both, compare, draw, is_equal, settings_of
 from tests.fleet.ps_job.test_prefetch import Sent
@@ -329,6 +329,18 @@ def test_options_by_the_name_of_the_table_saving_and_prediction(tmp_path: Path) 
     assert kept == (True, False)
     predictor = fleet.ps.Predictor(tmp_path / "served")
     assert torch.equal(predictor({name: batch()[name] for name in tables}), expected)
+    whole = Model(True, tables)
+    for module in whole.fields.children():
+        module.lookup.source = None
+    assert whole.fields.load(str(tmp_path / "served"), "fields") > 0
+    found, loaded = whole.fields(example := {name: batch()[name] for name in tables}), Model(True, tables)
+    for name, module in loaded.fields.named_children():
+        module.lookup.source = None
+        module.load(str(tmp_path / "served"), f"fields.{name}")
+    assert all(torch.equal(rows, found[name]) for name, rows in loaded.fields(example).items())
+    with pytest.raises(CheckpointError, match="others.user"):
+        whole.fields.load(str(tmp_path / "served"), "others")
+    assert all(torch.equal(rows, found[name]) for name, rows in whole.fields(example).items())
     fresh = Model(True, tables)
     fresh.fields["words"].lookup.source = None
     fresh.fields["words"].load(str(tmp_path / "served"), "fields.words")
