@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,7 @@ class SparseEmbedding(WatchesWeight):
     """
 
     MARK = "stands_for_rows"  # on the empty parameter
+    _dtype = torch.float32  # of results; servers take modules of float32 alone
     fixed = frozenset(("weight", "dim", "name", "entry", "slot", "rule"))
 
     def __init__(
@@ -318,6 +319,8 @@ class SparseEmbedding(WatchesWeight):
 
     def scaled(self, found: Tensor) -> Tensor:
         """Returns the result of a forward; its gradient counts once per sample where the table says so."""
+        if found.dtype is not self._dtype:
+            found = found.to(self._dtype)
         return scale_gradient(found, len(found)) if self._scales else found
 
     @property
@@ -326,6 +329,12 @@ class SparseEmbedding(WatchesWeight):
         return self._accessor is not None
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)
+        with as_plain():
+            self._dtype = self.weight.dtype
+        return found
 
     def _present(self, bags: Bags, keys: np.ndarray, shows: Any = None, clicks: Any = None) -> IdsOfCall:
         present = bags.without(self.padding_idx)

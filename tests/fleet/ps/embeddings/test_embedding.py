@@ -211,3 +211,16 @@ def test_ids_that_have_no_rows_of_their_own_are_refused(combiner: str, given, me
     for call in (embedding, embedding.prefetch):
         with pytest.raises(ConfigError, match=message):
             call(*given())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_have_the_dtype_of_the_module(dtype: torch.dtype) -> None:
+    embedding = make(combiner="sum").to(dtype)
+    found = embedding([[1, 2], [3]])
+    assert found.dtype is dtype
+    assert torch.equal(found, make(combiner="sum")([[1, 2], [3]]).to(dtype))
+    found.sum().backward()
+    assert embedding.lookup.take().rows.dtype == np.float32
+    assert embedding.float()([[1]]).dtype is torch.float32
+    fields = fleet.SparseEmbeddings({"user": 4}).to(dtype)
+    assert fields({"user": torch.tensor([1])})["user"].dtype is dtype
