@@ -59,7 +59,7 @@ class SparseEmbeddings(nn.Module):
         _check_settings("", defaults)
         for name, given in tables.items():
             self._check_name(name)
-            self.add_module(name, SparseEmbedding(**_settings(name, given, defaults)))
+            self.add_module(name, _made(name, _settings(name, given, defaults)))
             if self[name].name is None:  # until the table has the name of the module in the model
                 self[name].lookup.label = f"SparseEmbedding {name!r}"
         self._combines = {name: self[name].combiner != "none" for name in self}
@@ -290,6 +290,13 @@ def _settings(name: str, given: object, defaults: Mapping[str, Any]) -> dict[str
             f"{{{name!r}: {{'dim': 16, 'padding_idx': 0}}}}."
         )
     return made
+
+
+def _made(name: str, settings: Mapping[str, Any]) -> SparseEmbedding:
+    try:
+        return SparseEmbedding(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"SparseEmbeddings: of the feature {name!r}: {error}") from None
 
 
 def _check_settings(where: str, given: Mapping[Any, Any]) -> None:

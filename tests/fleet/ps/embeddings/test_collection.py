@@ -347,6 +347,12 @@ def test_options_by_the_name_of_the_table_saving_and_prediction(tmp_path: Path) 
     assert fresh.fields({"words": batch()["words"]})["words"].shape == (6, 4)
 
 
+@pytest.mark.parametrize("given", [-1, 0, True, (4,), torch.nn.Linear(1, 1), {"dim": "4"}, {"dim": 4, "seed": "x"}])
+def test_what_makes_no_table_is_refused_with_its_feature(given: Any) -> None:
+    with pytest.raises(ConfigError, match="SparseEmbeddings.*'user'"):
+        fleet.SparseEmbeddings({"user": given})
+
+
 def test_offsets_with_the_end_of_the_last_bag_are_refused_beside_other_features() -> None:
     fields = fleet.SparseEmbeddings({"user": 4, "words": {"dim": 4, "combiner": "sum"}})
     user, words, ends = torch.tensor([1, 2]), torch.tensor([5, 6, 7]), torch.tensor([0, 1, 3])
