@@ -551,7 +551,7 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
 
     Args:
         loader: any iterable of batches: tensors, jagged ones too, arrays and TorchRec's ``KeyedJaggedTensor``,
-            alone or in dicts, lists, tuples and dataclasses. Its attributes are those of the result.
+            alone or in dicts, lists, tuples and dataclasses. The result has its attributes, to be read.
 
     Raises:
         NotInitializedError: the loop begins before ``fleet.init_worker()``.
