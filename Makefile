@@ -6,6 +6,7 @@
 #   make test        the quick tests            make test-slow   the slow ones
 #   make test-gpu    the tests that need a GPU
 #   make lint        style and types            make docs        rewrite the generated parts of the documentation
+#   make compat      the quick tests on another Python and torch: make compat PYTHON=python3.12 TORCH=2.14
 #   make site        the documentation in site/
 #   make bench       the benchmarks             make dist        source archive and wheel in dist/
 PYTHON ?= python3
@@ -18,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long test-gpu lint docs site bench dist clean
+.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long test-gpu compat lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -72,6 +73,20 @@ test-long: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu
+
+# In an environment of its own, several GB large, which is removed when the tests are done; TESTS= names some of them.
+# The pinned versions stay, but for torch: what was tested is in docs/reference/compatibility.md.
+COMPAT := .venv-compat
+TESTS ?=
+compat:
+	@test -n "$(TORCH)" || { echo 'make compat needs a torch: make compat PYTHON=python3.12 TORCH=2.14' >&2; exit 2; }
+	@rm -rf $(COMPAT) && $(PYTHON) -m venv $(COMPAT)
+	@grep -v '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	@$(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet --no-input "torch==$(TORCH).*" \
+		--constraint $(COMPAT)/constraints.txt --editable '.[dev,examples,elastic]'
+	@$(COMPAT)/bin/python -c 'import sys, torch; print("Python %d.%d.%d," % sys.version_info[:3], "torch", torch.__version__)'
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest --numprocesses=2 --dist=loadfile $(TESTS); \
+		status=$$?; rm -rf $(COMPAT); exit $$status
 
 lint: $(READY)
 	$(PY) -m ruff check .

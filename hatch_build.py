@@ -28,7 +28,7 @@ class RepositoryLinks(MetadataHookInterface):
         """Adds both to ``metadata``.
 
         Raises:
-            ValueError: ``REPOSITORY`` is no address that begins with https://.
+            ValueError: ``REPOSITORY`` is not an https address
         """
         root = Path(self.root)
         repository = os.environ.get("REPOSITORY", "").rstrip("/")
@@ -45,9 +45,9 @@ def long_description(readme: str, repository: str, tag: str) -> str:
     """Returns ``readme`` with absolute links into ``repository`` at ``tag``, or without them where it has no address.
 
     Example:
-        >>> long_description("See [limits](docs/limits.md).", "https://example.org/a/b", "v1.0.0")
+        >>> long_description("See [limits](docs/help/limits.md).", "https://example.org/a/b", "v1.0.0")
         'See [limits](https://example.org/a/b/blob/v1.0.0/docs/limits.md).'
-        >>> long_description("See [limits](docs/limits.md).", "", "v1.0.0")
+        >>> long_description("See [limits](docs/help/limits.md).", "", "v1.0.0")
         'See limits.'
     """
 

@@ -217,7 +217,7 @@ def test_without_a_repository_no_link_leads_nowhere() -> None:
 
 
 LINKED = """
-[![picture of a *job*](docs/job.png)](docs/page.md#top), ![alone](job.png), [web](https://example.com/a)
+[![picture of a *job*](docs/job.png)](docs/guides/page.md#top), ![alone](job.png), [web](https://example.com/a)
 <img src="docs/job.png" alt="job">, [below](#limits)
 ```
 [not](a/link)

@@ -1,6 +1,6 @@
 """Refuses a Python or torch that the package does not work with, when it is imported and not later.
 
-docs/compatibility.md has the versions that were tested. torch is not imported for this: the launcher starts without it.
+docs/reference/compatibility.md has the versions that were tested. torch is not imported for this: the launcher starts without it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
-_PAGE = "docs/compatibility.md lists the versions that were tested"
+_PAGE = "docs/reference/compatibility.md lists the versions that were tested"
 
 
 def check_compatibility() -> None:
