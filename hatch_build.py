@@ -28,7 +28,7 @@ class RepositoryLinks(MetadataHookInterface):
         """Adds both to ``metadata``.
 
         Raises:
-            ValueError: ``REPOSITORY`` is not an https address
+            ValueError: ``REPOSITORY`` is not an https address.
         """
         root = Path(self.root)
         repository = os.environ.get("REPOSITORY", "").rstrip("/")
