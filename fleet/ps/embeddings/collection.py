@@ -195,24 +195,19 @@ def _check_ends(ids: FeatureIds, given: Mapping[str, IdsAndOffsets], combines: M
 
     They are noticed beside tensors whose first dimension is the number of samples.
     """
-    pairs = [name for name in given if combines[name] and isinstance(ids, Mapping) and isinstance(ids[name], tuple)]
-    if not pairs:
+    if not isinstance(ids, Mapping):  # its offsets are those of the samples
         return
-    sizes = {
-        len(own[0]) for name, own in given.items() if own[1] is None and ids[name] is own[0] and _is_padded(own[0])
-    }  # type: ignore[index]
-    for name in pairs:
-        values, offsets = given[name]
-        if sizes and offsets is not None and sizes == {len(offsets) - 1} and int(offsets[-1]) == len(values):
+    sizes = {len(own) for name in given if isinstance(own := ids[name], Tensor) and not own.is_nested and own.ndim}
+    for name, (values, offsets) in given.items():
+        if not combines[name] or offsets is None or not isinstance(ids[name], tuple):
+            continue
+        samples = offsets.numel() - 1
+        if sizes == {samples} and int(offsets.reshape(-1)[-1]) == len(values):
             raise ConfigError(
-                f"SparseEmbeddings: of the feature {name!r}: {len(offsets)} offsets, the last of which is the number "
-                f"of ids, but the other features have {len(offsets) - 1} samples. Offsets say where each sample begins; "
-                "leave out the end of the last one: offsets[:-1]."
+                f"SparseEmbeddings: of the feature {name!r}: {samples + 1} offsets, the last of which is the number of "
+                f"ids, but the other features have {samples} samples. Offsets say where each sample begins; leave out "
+                "the end of the last one: offsets[:-1]."
             )
-
-
-def _is_padded(ids: object) -> bool:
-    return isinstance(ids, Tensor) and ids.ndim > 0
 
 
 def _apart(module: Any, name: str, own: IdsAndOffsets, *counts: Tensor | None, **wanted: bool) -> IdsOfCall:
