@@ -1,6 +1,7 @@
 """Refuses a Python or torch that the package does not work with, when it is imported and not later.
 
-docs/reference/compatibility.md has the versions that were tested. torch is not imported for this: the launcher starts without it.
+docs/reference/compatibility.md has the versions that were tested. torch is not imported for this: the launcher starts
+without it.
 """
 
 from __future__ import annotations
