@@ -302,6 +302,22 @@ def test_prefetch_is_refused_in_sync_mode() -> None:
     run_job(work, strategy=made)
 
 
+def check_that_features_load_together(folder: str, tables: dict[str, Any]) -> None:
+    ids = {name: batch()[name] for name in tables}
+    whole = Model(True, tables)
+    apart = Model(True, tables)
+    for module in (*whole.fields.children(), *apart.fields.children()):
+        module.lookup.source = None
+    assert whole.fields.load(folder, "fields") == sum(
+        module.load(folder, f"fields.{name}") for name, module in apart.fields.named_children()
+    )
+    found = whole.fields(ids)
+    assert all(torch.equal(rows, found[name]) for name, rows in apart.fields(ids).items())
+    with pytest.raises(CheckpointError, match="others.user"):
+        whole.fields.load(folder, "others")
+    assert all(torch.equal(rows, found[name]) for name, rows in whole.fields(ids).items())
+
+
 def test_options_by_the_name_of_the_table_saving_and_prediction(tmp_path: Path) -> None:
     tables = {"user": 4, "words": {"dim": 4, "combiner": "sum", "padding_idx": 0}}
     made = strategy_of("sync", 1)
@@ -329,18 +345,7 @@ def test_options_by_the_name_of_the_table_saving_and_prediction(tmp_path: Path) 
     assert kept == (True, False)
     predictor = fleet.ps.Predictor(tmp_path / "served")
     assert torch.equal(predictor({name: batch()[name] for name in tables}), expected)
-    whole = Model(True, tables)
-    for module in whole.fields.children():
-        module.lookup.source = None
-    assert whole.fields.load(str(tmp_path / "served"), "fields") > 0
-    found, loaded = whole.fields(example := {name: batch()[name] for name in tables}), Model(True, tables)
-    for name, module in loaded.fields.named_children():
-        module.lookup.source = None
-        module.load(str(tmp_path / "served"), f"fields.{name}")
-    assert all(torch.equal(rows, found[name]) for name, rows in loaded.fields(example).items())
-    with pytest.raises(CheckpointError, match="others.user"):
-        whole.fields.load(str(tmp_path / "served"), "others")
-    assert all(torch.equal(rows, found[name]) for name, rows in whole.fields(example).items())
+    check_that_features_load_together(str(tmp_path / "served"), tables)
     fresh = Model(True, tables)
     fresh.fields["words"].lookup.source = None
     fresh.fields["words"].load(str(tmp_path / "served"), "fields.words")
