@@ -363,6 +363,11 @@ def _add_sparse(
     geo: bool,
     configure: Configure,
 ) -> None:
+    if module.weight.dtype is not torch.float32:
+        raise ConfigError(
+            f"{name}.weight is {module.weight.dtype}, and the servers' tables hold float32. Leave embeddings with rows "
+            "on the servers in float32, or compute in bfloat16: strategy.amp = True."
+        )
     if module.weight.requires_grad and place is None:
         raise ConfigError(
             f"the optimizer does not hold {name}.weight, which stands for the rows of the table. Create the optimizer "

@@ -190,6 +190,14 @@ def test_modules_that_describe_a_table_differently_are_refused() -> None:
         planned(Towers().double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_of_another_dtype_than_the_tables_are_refused(dtype: torch.dtype) -> None:
+    model = Towers()
+    model.user.to(dtype)
+    with pytest.raises(ConfigError, match=f"user.weight is {dtype}.*tables hold float32"):
+        planned(model)
+
+
 def test_geo_and_adam_d2sum() -> None:
     """D.3: adam_d2sum takes Adam's place in dense tables only; geo tables add."""
     plan = planned(Towers(), adam_d2sum=True)
