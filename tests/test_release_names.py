@@ -15,8 +15,8 @@ import fleet
 from tests.helpers.sources import ROOT
 from tests.test_readme import generator, read
 
-# A name of docs/releases/*.txt that warns when it is used -> the first version that warned. docs/reference/stability.md:
-# it warns in two minor versions before it goes.
+# A name of docs/releases/*.txt that warns when it is used -> the first version that warned. By
+# docs/reference/stability.md it warns in two minor versions before it goes.
 DEPRECATED: dict[str, str] = {}
 
 
