@@ -98,12 +98,13 @@ docs: $(READY)
 
 site: $(READY)
 	@$(PIP) --constraint constraints.txt --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	REPOSITORY="$(REPOSITORY)" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: $(READY)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script"; done
 
-# REPOSITORY=https://HOST/OWNER/NAME is where the links of the long description lead; without it they are plain text.
+# REPOSITORY=https://HOST/OWNER/NAME is where the links of the long description lead; without it they are plain text. The
+# site links to it, too.
 dist: $(READY)
 	REPOSITORY=$(REPOSITORY) $(PY) -m build
 

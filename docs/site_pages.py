@@ -7,6 +7,7 @@ A page sees the navigation of its own language, and its twin in the other one.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,14 +57,13 @@ _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINE_END = re.compile(
     r"(?<=[\u2014-\u201d\u3000-\u9fff\uff00-\uffef])\n *(?=[\u2014-\u201d\u3000-\u9fff\uff00-\uffef])"
 )
-_REPOSITORY = re.compile(r'^(?:Repository|Source) = "(https://[^"]+)"$', re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds the pages of the API to the navigation, and the link to the repository where pyproject.toml has one."""
+    """Adds the pages of the API to the navigation, and the link to the repository that ``REPOSITORY`` names."""
     config.nav = _filled(config.nav)
-    found = _REPOSITORY.search((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    config.repo_url = config.repo_url or (found[1] if found else None)
+    config.repo_url = config.repo_url or os.environ.get("REPOSITORY") or None
+    config.repo_name = config.repo_name or "Repository"
     return config
 
 
