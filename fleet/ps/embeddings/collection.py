@@ -197,10 +197,14 @@ def _check_ends(ids: FeatureIds, given: Mapping[str, IdsAndOffsets], combines: M
     """
     if not isinstance(ids, Mapping):  # its offsets are those of the samples
         return
+    pairs = [name for name in given if combines[name] and isinstance(ids[name], tuple) and given[name][1] is not None]
+    # An exported program whose sizes were looked at would take no others.
+    if not pairs or torch.compiler.is_exporting():
+        return
     sizes = {len(own) for name in given if isinstance(own := ids[name], Tensor) and not own.is_nested and own.ndim}
-    for name, (values, offsets) in given.items():
-        if not combines[name] or offsets is None or not isinstance(ids[name], tuple):
-            continue
+    for name in pairs:
+        values, offsets = given[name]
+        assert offsets is not None
         samples = offsets.numel() - 1
         if sizes == {samples} and int(offsets.reshape(-1)[-1]) == len(values):
             raise ConfigError(

@@ -73,6 +73,33 @@ def test_the_program_takes_rows(tmp_path: Path) -> None:
     assert torch.equal(program((rows,), torch.zeros(7, 2, dtype=torch.int64)), model[1](rows))
 
 
+class Collected(nn.Module):
+    """Features in every form that a program takes: ids of samples, bags, and flat ids with offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields = fleet.SparseEmbeddings(
+            {"user": 2, "words": {"dim": 2, "combiner": "mean"}, "tags": {"dim": 2, "combiner": "sum"}}
+        )
+
+    def forward(self, user: Tensor, words: Tensor, tags: Tensor, starts: Tensor) -> Tensor:
+        return torch.cat(list(self.fields({"user": user, "words": words, "tags": (tags, starts)}).values()), 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_a_program_of_a_collection_takes_batches_of_any_size(tmp_path: Path, batch: int) -> None:
+    def given(n: int) -> tuple[Tensor, ...]:
+        return torch.arange(n), torch.zeros(n, 4, dtype=torch.int64), torch.arange(2 * n), 2 * torch.arange(n)
+
+    export(Collected(), given(3), tmp_path)
+    body = json.loads(json.loads((tmp_path / "export.json").read_text())["export"])
+    dense = torch.export.load(tmp_path / body["dense"]).module()
+    rows = tuple(torch.full((batch, 2), float(place)) for place in range(len(body["lookups"])))
+    assert dense(rows, *given(batch)).tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * batch
+    asked = torch.export.load(tmp_path / body["ids"]).module()(*given(batch))
+    assert [len(ids) for ids, *_ in asked] == [batch, batch, 2 * batch]
+
+
 def test_two_exports_leave_the_newer_and_the_older_program(tmp_path: Path) -> None:
     model = fleet.SparseEmbedding(4, name="ads")
     for _ in range(3):
