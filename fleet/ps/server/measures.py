@@ -160,8 +160,9 @@ class Summary:
             return None
         found = {measure.name: measure for measure in server_measures(self._state)}
         rows, size = (sum(found[name].samples.values()) for name in ("table_rows", "table_bytes"))
+        tables = len(found["table_rows"].samples)
         return (
-            f"{rows:.0f} rows in {len(found['table_rows'].samples)} tables, {size / 1e6:.1f} MB "
+            f"{rows:.0f} rows in {tables} table{'s' * (tables != 1)}, {size / 1e6:.1f} MB "
             f"(process {found['memory_bytes'].value / 1e6:.0f} MB); {rates['pulled']:.0f} rows/s pulled, "
             f"{rates['rows']:.0f} pushed; {found['waiting_gradients'].value:.0f} gradients wait; the slowest worker "
             f"is {found['staleness_steps'].value:.0f} steps behind"

@@ -54,15 +54,3 @@ def test_features_of_different_numbers_of_samples() -> None:
     keyed = Keyed({"tags": [[1, 2], [], [3]], "user": [[7]]})
     found = {name: ids.starts().tolist() for name, ids in features_of(keyed).items()}
     assert found == {"tags": [0, 2, 2], "user": [0]}
-
-
-def test_a_keyed_jagged_tensor_of_torchrec() -> None:
-    torchrec = pytest.importorskip("torchrec")
-    lengths = torch.tensor([2, 0, 1, 1], dtype=torch.int32)
-    keyed = torchrec.KeyedJaggedTensor.from_lengths_sync(["tags", "user"], torch.tensor([1, 2, 7, 8]), lengths)
-    assert isinstance(keyed, KeyedIds)
-    found = {name: (ids.values.tolist(), ids.starts().tolist()) for name, ids in features_of(keyed).items()}
-    assert found == {"tags": ([1, 2], [0, 2]), "user": ([7, 8], [0, 1])}
-    one = jagged_ids(keyed["tags"])
-    assert one is not None
-    assert (one.values.tolist(), one.starts().tolist()) == found["tags"]

@@ -94,7 +94,7 @@ def test_the_summary_has_rates_and_says_nothing_while_nothing_moves() -> None:
         client.wait(client.pull({0: np.arange(40)}))
         line = summary.line(20.0)
         assert line is not None
-        assert line.startswith("100 rows in 1 tables, ")
+        assert line.startswith("100 rows in 1 table, ")
         assert "; 4 rows/s pulled, 10 pushed; 0 gradients wait; the slowest worker is 0 steps behind" in line
         assert summary.line(30.0) is None
 
