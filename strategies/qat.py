@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleet.common.extras import install_line
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import Guide, Stage, Strategy
@@ -64,8 +65,7 @@ class Qat(Strategy):
         """Returns the reason when a width is asked for that torchao does not have; raises where torchao is absent."""
         if find_spec("torchao") is None:
             raise UnsupportedOptionError(
-                "'qat' cannot be honoured: it needs torchao, which is not installed; run pip install "
-                "'torch-fleet[qat]'."
+                f"'qat' cannot be honoured: it needs torchao, which is not installed; {install_line('qat')}."
             )
         config: QatConfig = options["qat_configs"]
         for key in ("weight_bits", "activation_bits"):

@@ -379,7 +379,7 @@ QUICK_START = ("-m", "fleet.launch", "--gpus=0,1", "examples/resnet/train_fleet_
 def test_the_quick_start_runs_with_the_extra_that_it_names(fresh: Callable[[str], Path], checkout: Path) -> None:
     """The command of the README, for one epoch of smaller images: today's `No module named 'PIL'` is gone."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "[examples]" in readme
+    assert "'.[examples,migrate]'" in readme
     assert f"python {' '.join(QUICK_START[:4])}" in readme
     options = ("--width=8", "--image-size=16")
     said = run(fresh("examples"), *QUICK_START, *options, cwd=checkout, timeout_s=300, CUDA_VISIBLE_DEVICES="")
@@ -388,5 +388,5 @@ def test_the_quick_start_runs_with_the_extra_that_it_names(fresh: Callable[[str]
 
 def test_an_example_without_the_extra_names_it(fresh: Callable[[str], Path], checkout: Path) -> None:
     said = run(fresh(""), "examples/resnet/train_torch.py", cwd=checkout, status=1)
-    assert "pip install 'torch-fleet[examples]'" in said
+    assert "pip install '.[examples]'" in said
     assert "Traceback" not in said

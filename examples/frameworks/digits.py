@@ -13,7 +13,7 @@ import fleet
 try:
     from sklearn.datasets import load_digits
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
+    raise SystemExit(f"{error}: the examples need `pip install '.[examples]'`, run in the clone.") from None
 
 NUM_TRAIN = 1437  # of 1,797; the other 360 are for the test
 

@@ -23,7 +23,7 @@ try:
     from PIL import Image
     from sklearn.datasets import load_digits
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
+    raise SystemExit(f"{error}: the examples need `pip install '.[examples]'`, run in the clone.") from None
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png"}
 TEST_SHARE = 0.2

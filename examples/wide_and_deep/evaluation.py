@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 try:
     from sklearn.metrics import roc_auc_score
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: the examples need `pip install 'torch-fleet[examples]'`.") from None
+    raise SystemExit(f"{error}: the examples need `pip install '.[examples]'`, run in the clone.") from None
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from fleet.checkpoint.data_files import MappedFile, Ranges
 from fleet.common import plain_files
+from fleet.common.extras import install_line
 from fleet.errors import CheckpointError, ConfigError
 
 _KEEP_SIZE = 1  # of fallocate(2): the file grows as it is written
@@ -121,7 +122,7 @@ class RemoteFolder:
             import fsspec
         except ImportError as error:
             raise ConfigError(
-                f"checkpoint: {path!r} is a remote folder, which takes fsspec: pip install 'torch-fleet[remote]'."
+                f"checkpoint: {path!r} is a remote folder, which takes fsspec; {install_line('remote')}."
             ) from error
         try:
             self._files, inner = fsspec.core.url_to_fs(path)

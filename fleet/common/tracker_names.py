@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
+from fleet.common.extras import install_line
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
 
 __all__ = ["TRACKERS", "check_trackers", "entry_of", "is_own", "not_installed", "tracker_names"]
@@ -63,6 +64,6 @@ def not_installed(name: str, origin: str, reason: str) -> UnsupportedOptionError
     """Returns the error about a tracker whose package is absent."""
     extra = TRACKERS[name][2]
     return UnsupportedOptionError(
-        f"{origin} names {name!r}, which needs the extra {extra} ({reason}). Install it with: pip install "
-        f"'torch-fleet[{extra}]', or name another one of {tracker_names()}."
+        f"{origin} names {name!r}, which needs the extra {extra} ({reason}); {install_line(extra)}, or name "
+        f"another one of {tracker_names()}."
     )

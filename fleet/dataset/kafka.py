@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fleet.common.extras import install_line
 from fleet.dataset.stream_source import Event
 from fleet.errors import ConfigError, FleetError, UnsupportedOptionError
 
@@ -65,7 +66,7 @@ class KafkaSource:
             import confluent_kafka
         except ImportError:
             raise UnsupportedOptionError(
-                "KafkaSource needs the package confluent-kafka: pip install 'torch-fleet[kafka]'."
+                f"KafkaSource needs the package confluent-kafka; {install_line('kafka')}."
             ) from None
         self._kafka = confluent_kafka
         self.name = topic if name is None else name

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fleet.common.extras import install_line
 from fleet.errors import ConfigError, FleetError
 from fleet.features.column import Words
 
@@ -32,7 +33,7 @@ def import_arrow() -> tuple[Any, Any]:
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("ParquetDataset needs pyarrow: pip install 'torch-fleet[parquet]'.") from error
+        raise ConfigError(f"ParquetDataset needs pyarrow; {install_line('parquet')}.") from error
     return pyarrow, pyarrow.parquet
 
 

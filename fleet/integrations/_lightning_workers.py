@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fleet
+from fleet.common.extras import install_line
 from fleet.env import Environment
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
@@ -40,7 +41,7 @@ try:
     from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
 except ImportError as error:
     raise ImportError(
-        f"Fleet's strategies for Lightning need the package lightning ({error}): pip install 'torch-fleet[lightning]'"
+        f"Fleet's strategies for Lightning need the package lightning ({error}); {install_line('lightning')}."
     ) from error
 
 Sent = TypeVar("Sent")

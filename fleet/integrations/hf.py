@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import fleet
+from fleet.common.extras import install_line
 from fleet.elastic.health import Health
 from fleet.errors import CheckpointError, ConfigError, UnsupportedOptionError
 from fleet.job.running import running_session
@@ -41,7 +42,7 @@ try:
     from fleet.integrations._hf_arguments import agree, check_job, check_running, checked_options, precision_of
 except ImportError as error:
     raise UnsupportedOptionError(
-        f"fleet.integrations.hf needs the extra hf ({error}). Install it with: pip install 'torch-fleet[hf]'"
+        f"fleet.integrations.hf needs the extra hf ({error}); {install_line('hf')}."
     ) from error
 
 __all__ = ["FleetTrainer"]

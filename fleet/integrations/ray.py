@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fleet.common.extras import install_line
 from fleet.env import Environment
 from fleet.errors import ConfigError, LaunchError, UnsupportedOptionError
 from fleet.integrations._ray_request import RayRequest, read_request
@@ -78,9 +79,7 @@ def launch(
         placement_strategy=placement_strategy, flags=flags, env=env, working_dir=working_dir, address=address,
         timeout_s=timeout_s)  # fmt: skip
     if find_spec("ray") is None:
-        raise UnsupportedOptionError(
-            "fleet.integrations.ray needs the extra ray. Install it with: pip install 'torch-fleet[ray]'"
-        )
+        raise UnsupportedOptionError(f"fleet.integrations.ray needs the extra ray; {install_line('ray')}.")
     with _connected(request) as folder:
         _run(request, folder)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleet.common.command_text import plain_text
+from fleet.common.extras import install_line
 from fleet.common.limited_yaml import MAX_TEXT
 from fleet.common.plain_files import read_small
 from fleet.errors import ConfigError, FleetError, UnsupportedOptionError
@@ -53,9 +54,7 @@ def run_operator(arguments: argparse.Namespace) -> int:
 
         from fleet.k8s.handlers import Options, register
     except ImportError as error:
-        raise UnsupportedOptionError(
-            f"The operator needs the extra k8s ({error}). Install it with: pip install 'torch-fleet[k8s]'"
-        ) from error
+        raise UnsupportedOptionError(f"The operator needs the extra k8s ({error}); {install_line('k8s')}.") from error
     options = Options(namespace=arguments.namespace, etcd_server=arguments.etcd_server, kubeconfig=arguments.kubeconfig)
     registry = kopf.OperatorRegistry()
     register(registry, options)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet.common.command_text import plain_text, typed
+from fleet.common.extras import install_line
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import ConfigError
 
@@ -122,7 +123,7 @@ def migrate(text: str, name: str = "script.py") -> MigratedScript:
         'fleet'
     """
     if find_spec("libcst") is None:
-        raise ConfigError("migrate needs libcst, which is not installed: pip install 'torch-fleet[migrate]'.")
+        raise ConfigError(f"migrate needs libcst, which is not installed; {install_line('migrate')}.")
     try:
         return _migrated(text, name)
     except RecursionError:

@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleet.common.extras import install_line
 from fleet.common.log import LOGGER
 from fleet.common.own_thread import OwnThread
 from fleet.env import Environment
@@ -152,8 +153,8 @@ def check_installed() -> None:
         import prometheus_client  # noqa: F401
     except ImportError as error:
         raise UnsupportedOptionError(
-            f"FLEET_PS_METRICS_PORT is set, and metrics need the extra metrics ({error}). Install it with: "
-            "pip install 'torch-fleet[metrics]', or unset FLEET_PS_METRICS_PORT."
+            f"FLEET_PS_METRICS_PORT is set, and metrics need the extra metrics ({error}); "
+            f"{install_line('metrics')}, or unset FLEET_PS_METRICS_PORT."
         ) from None
 
 

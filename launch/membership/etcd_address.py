@@ -8,11 +8,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from fleet.common.addresses import hide_user, split_list, split_master
+from fleet.common.extras import install_line
 from fleet.env import Environment
 from fleet.errors import ConfigError
 
 _FILES = {"ca": "FLEET_ETCD_CA", "certificate": "FLEET_ETCD_CERT", "key": "FLEET_ETCD_KEY"}
-INSTALL_LINE = "pip install 'torch-fleet[elastic]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,5 +71,5 @@ def check_etcd_client() -> None:
     """Raises ConfigError with the line that installs the etcd client when it is not here."""
     if find_spec("etcd3gw") is None:
         raise ConfigError(
-            f"The job needs etcd, and the etcd client is not installed here. Install it on every node: {INSTALL_LINE}"
+            f"The job needs etcd, and the etcd client is not installed here. On every node, {install_line('elastic')}."
         )

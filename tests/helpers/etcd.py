@@ -22,7 +22,7 @@ def missing() -> str:
     if shutil.which("etcd") is None:
         return "needs etcd on PATH (Debian: apt-get install etcd-server)"
     if importlib.util.find_spec("etcd3gw") is None:
-        return "needs etcd3gw (pip install 'torch-fleet[elastic]')"
+        return "needs etcd3gw (pip install '.[elastic]')"
     return ""
 
 

@@ -22,7 +22,7 @@ def missing() -> str:
     if shutil.which("redis-server") is None:
         return "needs redis-server on PATH (Debian: apt-get install redis-server)"
     if importlib.util.find_spec("redis") is None:
-        return "needs redis (pip install 'torch-fleet[redis]')"
+        return "needs redis (pip install '.[redis]')"
     return ""
 
 

@@ -56,7 +56,7 @@ def test_refused_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qat, "find_spec", lambda name: None)
     strategy = fleet.DistributedStrategy()
     strategy.qat = True
-    with pytest.raises(UnsupportedOptionError, match=r"'qat' cannot be honoured: .*pip install 'torch-fleet\[qat\]'"):
+    with pytest.raises(UnsupportedOptionError, match=r"'qat' cannot be honoured: .*pip install '\.\[qat\]'"):
         plan(strategy, 1)
     with pytest.raises(UnsupportedOptionError, match="torchao"):
         fleet.init(is_collective=True, strategy=strategy)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fleet.common.extras import install_line
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import Delta, RowsDelta, check_position, pack_rows
 from fleet.ps.publishing.redis_address import without_password
@@ -36,7 +37,7 @@ _CONNECT_S = 2.0
 def check_installed(origin: str) -> None:
     """Raises ConfigError where the extra is absent."""
     if find_spec("redis") is None:
-        raise ConfigError(f"{origin}: a sink in Redis needs the package redis: pip install 'torch-fleet[redis]'.")
+        raise ConfigError(f"{origin}: a sink in Redis needs the package redis; {install_line('redis')}.")
 
 
 class RedisSink:

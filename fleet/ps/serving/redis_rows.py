@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fleet.common.extras import install_line
 from fleet.errors import ConfigError, PSError
 from fleet.ps.publishing.delta import ENCODINGS, row_bytes, unpack_rows
 from fleet.ps.publishing.redis_address import check_database, without_password
@@ -41,7 +42,7 @@ class RedisRows:
             from redis.retry import Retry
         except ImportError:
             raise ConfigError(
-                f"fleet.ps.Reader({without_password(url)!r}) needs the redis package: pip install 'torch-fleet[redis]'."
+                f"fleet.ps.Reader({without_password(url)!r}) needs the package redis; {install_line('redis')}."
             ) from None
         self._label = without_password(url)
         check_database(f"fleet.ps.Reader({self._label!r})", url)

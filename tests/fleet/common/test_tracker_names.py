@@ -21,6 +21,6 @@ def test_a_wrong_name_is_refused_with_the_nearest() -> None:
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker_names_module, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedOptionError, match=r"'wandb', which needs the extra wandb.*torch-fleet\[wandb\]"):
+    with pytest.raises(UnsupportedOptionError, match=r"'wandb', which needs the extra wandb.*'\.\[wandb\]'"):
         check_trackers({"wandb": "strategy.trackers"})
     check_trackers({"csv": "strategy.trackers"})

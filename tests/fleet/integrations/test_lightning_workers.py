@@ -145,4 +145,4 @@ def test_without_lightning_the_error_names_the_extra(module: str) -> None:
     code = f"import sys; sys.modules['lightning'] = None; import fleet.integrations.{module}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "pip install 'torch-fleet[lightning]'" in done.stderr.splitlines()[-1]
+    assert "pip install '.[lightning]'" in done.stderr.splitlines()[-1]

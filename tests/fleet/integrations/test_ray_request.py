@@ -108,5 +108,5 @@ def test_an_address_where_nothing_answers(address: str, monkeypatch: pytest.Monk
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet.integrations.ray.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedOptionError, match=r"pip install 'torch-fleet\[ray\]'"):
+    with pytest.raises(UnsupportedOptionError, match=r"pip install '\.\[ray\]'"):
         launch("train.py")

@@ -99,4 +99,4 @@ def test_translating_needs_neither_torch_nor_the_extra() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'torch-fleet[k8s]'" in done.stderr
+    assert "pip install '.[k8s]'" in done.stderr

@@ -95,7 +95,7 @@ def test_write_keeps_the_old_script_and_refuses_to_replace_it(
 
 def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrate_command, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[migrate\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[migrate\]'"):
         migrate("import torch\n")
 
 

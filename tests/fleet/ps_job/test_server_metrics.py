@@ -155,7 +155,7 @@ def test_without_the_extra_the_error_has_the_line_that_installs_it(monkeypatch: 
     """And a job that asks for no metrics needs no extra."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     metrics_of()
-    with pytest.raises(UnsupportedOptionError, match=r"pip install 'torch-fleet\[metrics\]'"):
+    with pytest.raises(UnsupportedOptionError, match=r"pip install '\.\[metrics\]'"):
         metrics_of(FLEET_PS_METRICS_PORT="9100")
 
 

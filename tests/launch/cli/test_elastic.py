@@ -165,7 +165,7 @@ def test_missing_client_is_refused_with_the_install_line(monkeypatch: pytest.Mon
     """004-20."""
     monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
     check_elastic(read("--nnodes=2"), Environment({}))
-    with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[elastic\]'"):
         check_elastic(read(*FLAGS), Environment({}))
 
 

@@ -180,7 +180,7 @@ def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """004-20."""
     monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
     assert main(("--elastic_server=127.0.0.1:1", "--job_id=J", "status"), {}) == 2
-    assert "pip install 'torch-fleet[elastic]'" in capsys.readouterr().err
+    assert "pip install '.[elastic]'" in capsys.readouterr().err
 
 
 def test_numbers_of_nodes() -> None:

@@ -54,5 +54,5 @@ def test_tls_files(tmp_path: Path) -> None:
 def test_missing_client_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """004-20."""
     monkeypatch.setattr("fleet.launch.membership.etcd_address.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[elastic\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[elastic\]'"):
         check_etcd_client()

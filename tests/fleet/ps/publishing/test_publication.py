@@ -65,5 +65,5 @@ def test_messages_name_the_sink_without_its_password() -> None:
 
 def test_the_extra_of_a_sink_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleet.ps.publishing.redis_sink.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'torch-fleet\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[redis\]'"):
         open_sink(Publication(sink="redis://host/0"), "job")

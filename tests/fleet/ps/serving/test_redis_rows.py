@@ -127,7 +127,7 @@ def test_addresses_and_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="fleet.ps.Reader"):
         RedisRows("redis://host:port/0", "shop")
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r"Reader\('redis://host'\) needs.*pip install 'torch-fleet\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"Reader\('redis://host'\) needs.*pip install '\.\[redis\]'"):
         RedisRows("redis://user:secret@host", "shop")
 
 
