@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[1]
 STATEMENTS = ROOT / "docs" / "help" / "limits.yaml"
 # Words of the tables; those of another language are in docs/help/words.LANGUAGE.yaml.
 ENGLISH = {
-    "head": "| statement | checked by |",
-    "not tested": "not tested: {reason}",
+    "not tested": "Not tested: {reason}.",
     "pair": "| options | reason |",
     "option": "| option | reason |",
     "flag": "| flag | reason |",
@@ -38,25 +37,21 @@ def statements() -> list[dict[str, Any]]:
 
 
 def statements_markdown(language: str = "en") -> str:
-    """Returns a table of statements for each topic, each with the test that holds it or the reason why none does."""
+    """Returns a list of statements for each topic, with the reason where no test holds one; tests stay in the data."""
     lines: list[str] = []
     for topic in statements():
         title = topic["topic"] if language == "en" else topic["zh"]
-        lines += [f"## {title}", "", words_of_help("limits", language, ENGLISH)["head"], "| --- | --- |"]
-        lines += [f"| {_said(row, language)} | {_checked(row, language)} |" for row in topic["rows"]]
-        lines.append("")
+        lines += [f"## {title}", "", *[f"- {_said(row, language)}" for row in topic["rows"]], ""]
     return "\n".join(lines)
 
 
 def _said(row: dict[str, str], language: str) -> str:
-    return row["says"] if language == "en" else row["zh"]
-
-
-def _checked(row: dict[str, str], language: str) -> str:
+    said = row["says"] if language == "en" else row["zh"]
     if "test" in row:
-        return f"`{row['test'].removeprefix('tests/')}`"
+        return said
     reason = row["untested" if language == "en" else "untested_zh"]
-    return words_of_help("limits", language, ENGLISH)["not tested"].format(reason=reason)
+    note = words_of_help("limits", language, ENGLISH)["not tested"].format(reason=reason)
+    return f"{said} {note}" if language == "en" else f"{said}{note}"
 
 
 def refused_options_markdown(language: str = "en") -> str:
