@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 STATEMENTS = ROOT / "docs" / "help" / "limits.yaml"
 # Words of the tables; those of another language are in docs/help/words.LANGUAGE.yaml.
 ENGLISH = {
-    "not tested": "Not tested: {reason}.",
+    "not tested": "Reason: {reason}.",
     "pair": "| options | reason |",
     "option": "| option | reason |",
     "flag": "| flag | reason |",
