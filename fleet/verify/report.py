@@ -63,6 +63,11 @@ class Finding:
         if self.cause not in CAUSES:
             raise ValueError(f"{self.cause!r} is none of the causes of fleet.verify.report.CAUSES.")
 
+    @property
+    def is_of_norms(self) -> bool:
+        """Whether ``expected`` and ``received`` are norms of a tensor; a loss and a rate are numbers of their own."""
+        return bool(self.tensor) and self.tensor not in ("loss", "learning rate") and self.difference is not None
+
 
 @dataclass(kw_only=True)
 class Report:

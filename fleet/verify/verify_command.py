@@ -53,9 +53,9 @@ def _run(argv: Sequence[str]) -> int:
         return int(stop.code or 0)
     script = Path(arguments.script)
     if not script.is_file():
-        raise ConfigError(f"{arguments.script!r} is no file. Give the path of the training script.")
+        raise ConfigError(f"{arguments.script!r} is not a file. Give the path of the training script.")
     if arguments.strategy and not Path(arguments.strategy).is_file():
-        raise ConfigError(f"--strategy {arguments.strategy!r} is no file. Give the path of a strategy as YAML.")
+        raise ConfigError(f"--strategy {arguments.strategy!r} is not a file. Give the path of a strategy as YAML.")
     given = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
     _check_places(arguments)
     request = VerifyRequest(
@@ -163,4 +163,8 @@ def _facts(finding: Finding) -> list[str]:
     names = ("cause", "step", "rank", "module", "tensor", "expected", "received", "difference")
     given = [("line", place_of(finding.where)), *((name, getattr(finding, name)) for name in names)]
     shown = [(name, f"{value:.6g}" if isinstance(value, float) else value) for name, value in given]
-    return [f"  {name:10} {value}" for name, value in shown if value is not None and value != ""]
+    lines = [f"  {name:10} {value}" for name, value in shown if value is not None and value != ""]
+    # Two norms may be close while the tensors point elsewhere.
+    if finding.is_of_norms:
+        lines[-1] += ", of the tensors, relative; expected and received are their norms"
+    return lines

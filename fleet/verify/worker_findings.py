@@ -332,6 +332,12 @@ def _why_apart(name: str, updates: Sequence[dict[str, Any]]) -> tuple[str, str]:
     )
 
 
+def _seed_call(many: Run) -> str:
+    """Returns the call that gives each worker a seed of its own, as the script's framework has it."""
+    in_accelerate = any(job["engine"] == "accelerate" for job in many.of_kind(0, "job"))
+    return "set_seed(seed, device_specific=True)" if in_accelerate else "torch.manual_seed(seed + rank)"
+
+
 def _draws(many: Run, ranks: Sequence[int]) -> list[Finding]:
     if len(ranks) < 2:
         return []
@@ -347,12 +353,11 @@ def _draws(many: Run, ranks: Sequence[int]) -> list[Finding]:
             Finding(
                 cause="dropout-seeded-alike",
                 sentence="All workers draw the same numbers (masks of dropout, noise) for their different samples at "
-                f"update {n}: seed each worker differently after the model is made, such as torch.manual_seed(seed + "
-                "rank), in Accelerate set_seed(seed, device_specific=True).",
+                f"update {n}: seed each worker differently after the model is made, such as {_seed_call(many)}.",
                 step=n,
                 rank=ranks[1],
                 expected="draws that differ between the workers",
-                received=f"{len(draws[0])} equal draws",
+                received="the same draws on all workers",
             )
         ]
     return []

@@ -10,7 +10,7 @@ from fleet.verify.verify_command import run, text_of
 
 
 def test_a_script_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'nowhere.py' is no file"):
+    with pytest.raises(ConfigError, match="'nowhere.py' is not a file"):
         run(["nowhere.py"])
 
 
