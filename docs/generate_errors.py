@@ -27,7 +27,7 @@ _PLACES = {"__name__": "type", "strerror": "reason"}
 # Words of the sections; those of another language are in docs/help/words.LANGUAGE.yaml.
 ENGLISH = {
     "cause": "Cause",
-    "mend": "Mend",
+    "mend": "Fix",
     "other": "Other texts",
     "also": " Also caught as {bases}.",
     "and": ", ",
@@ -153,7 +153,7 @@ def full_text(phrase: str) -> str:
     """Returns the shortest text of the code that holds ``phrase``; raises LookupError if none does."""
     holding = [text for text in _library().texts if phrase in text]
     if not holding:
-        raise LookupError(f"docs/help/errors.yaml has {phrase!r}, which no module has any more; mend the entry")
+        raise LookupError(f"docs/help/errors.yaml has {phrase!r}, which no module has any more; correct the entry")
     return min(holding, key=len)
 
 

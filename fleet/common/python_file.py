@@ -21,7 +21,7 @@ def object_in(place: str) -> Any:
     if not colon or not name or not file:
         raise ConfigError(f"{place!r}: write the file and the name in it, such as model.py:make_model.")
     if not path.is_file():
-        raise ConfigError(f"{file!r} is no file. Give the path of the Python file that defines {name!r}.")
+        raise ConfigError(f"{file!r} is not a file. Give the path of the Python file that defines {name!r}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file!r} is no Python file; its name ends in .py.")

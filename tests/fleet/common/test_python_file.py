@@ -18,7 +18,7 @@ def test_finds_the_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("place", "text"),
     [
         ("model.py", "write the file and the name in it"),
-        ("absent.py:make", "'absent.py' is no file"),
+        ("absent.py:make", "'absent.py' is not a file"),
         ("{}/a_broken_file.py:make", "could not be imported: ZeroDivisionError"),
         ("{}/letter.txt:make", "is no Python file"),
     ],

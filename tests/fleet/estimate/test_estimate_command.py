@@ -92,7 +92,7 @@ def test_a_strategy_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         ("{file}:Nett", [], "Did you mean 'Net'?"),
         ("{file}:nothing_like_it", [], "It defines "),
         ("{file}:VALUE", [], "model is 3"),
-        ("absent.py:Net", [], "'absent.py' is no file"),
+        ("absent.py:Net", [], "'absent.py' is not a file"),
         ("{folder}/notes.txt:Net", [], "ends in .py"),
         ("{folder}/broken.py:Net", [], "could not be imported: ZeroDivisionError: division by zero"),
         ("{file}:Net", ["--batch", "4,x"], "--batch '4,x'"),
