@@ -266,7 +266,8 @@ _FAILURE = (
         "max_restart",
         FAILURE,
         3,
-        "how often failed workers restart in place; without --elastic_level 1 only when the flag is given",
+        "how often failed workers restart in place; a job that is not elastic restarts none unless this flag or "
+        "--elastic_level 1 is given",
         aliases=("max_restarts",),
         env=("PADDLE_MAX_RESTART", "PET_MAX_RESTARTS"),
     ),

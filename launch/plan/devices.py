@@ -39,9 +39,11 @@ def choose_devices(settings: Settings, machine: Machine) -> Processes:
     if requested is None:
         return _without_request(settings, machine, usable, asked)
     if machine.num_gpus == 0:
+        other = asked is not None and asked != len(requested)
+        named = f" {settings.named('nproc_per_node')} gives their number, {asked}." if other else ""
         settings.warn(
             f"{_device_flag(settings)}: this machine has no GPU; the workers run on the CPU, with gloo."
-            f"{_not_a_count(settings, requested)}"
+            f"{named}{_not_a_count(settings, requested)}"
         )
         return _on_cpu(settings, asked or len(requested), requested)
     cards = _find(settings, machine, requested, usable, visible)
