@@ -69,6 +69,23 @@ def test_prototxt_and_ps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "a_sync" in capsys.readouterr().out.splitlines()[0]
 
 
+def test_a_file_with_options_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a flag, a_sync or an option of servers makes it a job with servers; --collective overrides that."""
+    file = write(tmp_path, "a_sync: true\na_sync_configs: {use_ps_gpu: 1}\n")
+    assert run([file]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("Explained for a parameter-server job, since the file sets a_sync, a_sync_configs; ")
+    assert "a_sync_configs['use_ps_gpu'] = 1 cannot be honoured" in shown
+    assert "changes nothing" not in shown
+    assert run([file, "--collective"]) == 0
+    assert "- a_sync was set and changes nothing" in capsys.readouterr().out
+    assert run([file, "--ps"]) == 1
+    assert capsys.readouterr().out.startswith("2 workers: a_sync")
+    assert run([file, "--ps", "--collective"]) == 2
+    assert run([write(tmp_path, "sparse_table_configs: {words: {}}\n")]) == 0
+    assert "since the file sets sparse_table_configs; " in capsys.readouterr().out
+
+
 def test_as_a_command(tmp_path: Path) -> None:
     """The whole way through ``python -m fleet``."""
     command = [sys.executable, "-m", "fleet", "explain", write(tmp_path, "sync_batch_norm: true\n")]
