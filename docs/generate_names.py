@@ -156,7 +156,7 @@ class _Default:
 def _options() -> Iterator[str]:
     """Yields every option of ``DistributedStrategy`` and every key of its settings, with type and default."""
     option = ""
-    for title, name, kind, default in _ROW.findall(option_listing_markdown()):
+    for title, name, kind, default in _ROW.findall(option_listing_markdown(folded=False)):
         option = title or option
         if name:
             yield f"{option + '.' if option else ''}{name}: {kind} = {default.strip('`') or 'its keys'}"

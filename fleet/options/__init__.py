@@ -12,7 +12,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -470,6 +471,9 @@ ENGLISH: Mapping[str, Any] = {
     "no meaning": "Accepted with one warning: {reason}.",
     "refused": "Refused: {reason}.",
     "settings of": "Settings of '{name}'.",
+    "shared": "Keys of {names}.",
+    "end": ". ",
+    "comma": ", ",
     "meanings": {},
     "reasons": {},
     "keys": {},
@@ -538,25 +542,36 @@ def option_table_markdown(language: str = "en") -> str:
     return "\n".join([*_head(words), *rows]) + "\n"
 
 
-def option_listing_markdown(language: str = "en") -> str:
+def option_listing_markdown(language: str = "en", *, folded: bool = True) -> str:
     """Returns the table of the options, then a section with a table of keys for every option that has keys.
 
-    A key that has no words in ``language`` is described in English.
+    A key that has no words in ``language`` is described in English. ``folded`` gives one table of its own to a group of
+    keys that stands in several places of an option; otherwise each place lists them all.
     """
     words = words_of(language)
     sections = [option_table_markdown(language)]
     for option in schema().values():
         if isinstance(option.kind, type) and issubclass(option.kind, Config):
-            listed = list(_keys_of(option.kind))
+            shared = _shared_kinds(option.kind) if folded else ()
+            listed = list(_keys_of(option.kind, shared))
+            below = [(kind, list(_keys_of(kind, ()))) for kind in shared]
+            names = [name for table in (listed, *(more for _, more in below)) for name, *_ in table]
             # Not the meanings of options: a key may have the name of one.
             keys = {
                 **words,
-                "meanings": _key_meanings(words["keys"].get(option.name, {}), [name for name, *_ in listed]),
+                "meanings": _key_meanings(words["keys"].get(option.name, {}), names),
             }
-            rows = [_row(name, kind, default, rule, keys) for name, kind, default, rule in listed]
-            table = "\n".join([*_head(words), *rows])
-            sections.append(f"## {option.name}\n\n{_meaning(option.name, option.rule, words)}\n\n{table}\n")
+            meaning = _meaning(option.name, option.rule, words)
+            sections.append(f"## {option.name}\n\n{meaning}\n\n{_key_table(listed, keys)}")
+            for kind, more in below:
+                places = words["comma"].join(f"`{name}`" for name, inner, *_ in listed if inner is kind)
+                text = words["shared"].format(names=places)
+                sections.append(f"### {kind.option}\n\n{text}\n\n{_key_table(more, keys)}")
     return "\n".join(sections)
+
+
+def _key_table(listed: Sequence[tuple[str, Any, Any, FieldRule]], words: Mapping[str, Any]) -> str:
+    return "\n".join([*_head(words), *(_row(*one, words) for one in listed)]) + "\n"
 
 
 def _key_meanings(given: Mapping[str, str], names: list[str]) -> dict[str, str]:
@@ -576,12 +591,27 @@ def _meaning(name: str, rule: FieldRule, words: Mapping[str, Any]) -> str:
     return str(words["meanings"].get(name, own))
 
 
-def _keys_of(kind: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any, FieldRule]]:
+def _shared_kinds(kind: type[Config]) -> tuple[type[Config], ...]:
+    """Returns the groups of plain keys that stand in ``kind`` more than once; a table of each is enough."""
+    found = Counter(inner for inner in _groups_of(kind) if not list(_groups_of(inner)))
+    return tuple(inner for inner, times in found.items() if times > 1)
+
+
+def _groups_of(kind: type[Config]) -> Iterator[type[Config]]:
+    for inner in value_types(kind).values():
+        if isinstance(inner, type) and issubclass(inner, Config):
+            yield inner
+            yield from _groups_of(inner)
+
+
+def _keys_of(
+    kind: type[Config], shared: Collection[type[Config]], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any, FieldRule]]:
     default = kind()
     for key, inner in value_types(kind).items():
         value = getattr(default, key)
-        if isinstance(value, Config):
-            yield from _keys_of(inner, f"{prefix}{key}.")
+        if isinstance(value, Config) and inner not in shared:
+            yield from _keys_of(inner, shared, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", inner, value, kind.rule(key)
 
@@ -596,9 +626,9 @@ def described(name: str, rule: FieldRule, words: Mapping[str, Any] = ENGLISH) ->
     """Returns the meaning of the option, and whether it is refused or without effect."""
     meaning = _meaning(name, rule, words)
     outcome = _outcome(rule, words)
-    if outcome and meaning[-1:].isalnum():
-        meaning += "."
-    return f"{meaning} {outcome}".strip()
+    if not outcome or not meaning:
+        return meaning or outcome
+    return f"{meaning.removesuffix(words['end'].strip())}{words['end']}{outcome}"
 
 
 def _outcome(rule: FieldRule, words: Mapping[str, Any]) -> str:

@@ -2148,7 +2148,7 @@ class HybridConfigDict(TypedDict, total=False):
     cp_sharding_degree: int
     """Sharding_degree / cp_degree, with ep_degree above 1; 1 leaves it to be computed. Default: 1."""
     enable_optimizer_timer: bool
-    """Measure the phases of step() Accepted with one warning: torch.profiler shows the same; nothing here measures
+    """Measure the phases of step(). Accepted with one warning: torch.profiler shows the same; nothing here measures
     by itself. Default: False.
     """
     split_norm_comm: bool
