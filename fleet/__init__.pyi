@@ -476,8 +476,8 @@ def load_model(path: Path, mode: int = 0) -> None:
         CheckpointError: the optimizer's state of a hybrid job is damaged or has other shapes; nothing was loaded.
     """
 
-def load_one_table(table_id: int, path: Path, mode: int = 0) -> None:
-    """Makes the servers load one table, by its number, as :meth:`load_model` does."""
+def load_one_table(table_id: int | str, path: Path, mode: int = 0) -> None:
+    """Makes the servers load one table, by its name or number, as :meth:`load_model` does."""
 
 def local_device_ids() -> list[int]:
     """Returns the device ids of this worker."""
@@ -569,11 +569,11 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
 def prepare_context(strategy: object = None) -> dist.ProcessGroup | None:
     """Calls :meth:`init_parallel_env`; the name in older releases."""
 
-def print_table_stat(table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
+def print_table_stat(table_id: int | str, pass_id: int = 0, threshold: float = 0.0) -> None:
     """Prints how many rows and bytes a table has over all servers.
 
     Args:
-        table_id: number of the table.
+        table_id: name of the table, which is that of its module, or its number.
         pass_id: a number that the line shows.
         threshold: refused above 0: servers do not count rows by their score.
     """
@@ -627,8 +627,8 @@ def save_inference_model(
             ``fleet.features.Transforms.load(dirname)``.
     """
 
-def save_one_table(table_id: int, path: Path, mode: int = 0) -> None:
-    """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
+def save_one_table(table_id: int | str, path: Path, mode: int = 0) -> None:
+    """Makes the servers write one table, by its name or number, as :meth:`save_persistables` does."""
 
 def save_persistables(
     executor: object = None,
@@ -673,11 +673,11 @@ def server_num() -> int:
 session: Session
 """What ``fleet.init`` set up."""
 
-def set_date(table_id: int, day_id: str | int) -> None:
+def set_date(table_id: int | str, day_id: str | int) -> None:
     """Advances a table by one day, for tables that delete rows unseen for long; worker 0 triggers it.
 
     Args:
-        table_id: number of the table.
+        table_id: name of the table, which is that of its module, or its number.
         day_id: the new day. The servers ignore the day they were told last, so that a worker 0 that restarts may
             repeat its call.
     """

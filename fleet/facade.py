@@ -662,14 +662,14 @@ class Fleet:
             first = self.is_first_worker()
             save_model(job.running().tables, model, folder, number, example_inputs, transforms, first=first)
 
-    def save_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
-        """Makes the servers write one table, by its number, as :meth:`save_persistables` does."""
+    def save_one_table(self, table_id: int | str, path: Path, mode: int = 0) -> None:
+        """Makes the servers write one table, by its name or number, as :meth:`save_persistables` does."""
         folder = _path("save_one_table", "path", path)
         number = _check_mode(mode)
         job = self._job("save_one_table", "worker")
         if job is not None:
-            trainer = job.running()
-            trainer.tables.save(folder, number, [_table(trainer.plan.configs, table_id)])
+            tables = job.running().tables
+            tables.save(folder, number, [tables.number(table_id)])
 
     def load_model(self, path: Path, mode: int = 0) -> None:
         """Makes the servers load all tables from a save; every worker calls it and continues with the loaded tables.
@@ -694,14 +694,14 @@ class Fleet:
         if job is not None:
             job.running().tables.load(folder)
 
-    def load_one_table(self, table_id: int, path: Path, mode: int = 0) -> None:
-        """Makes the servers load one table, by its number, as :meth:`load_model` does."""
+    def load_one_table(self, table_id: int | str, path: Path, mode: int = 0) -> None:
+        """Makes the servers load one table, by its name or number, as :meth:`load_model` does."""
         folder = _path("load_one_table", "path", path)
         _check_mode(mode)
         job = self._job("load_one_table", "worker")
         if job is not None:
-            trainer = job.running()
-            trainer.tables.load(folder, [_table(trainer.plan.configs, table_id)])
+            tables = job.running().tables
+            tables.load(folder, [tables.number(table_id)])
 
     # ---- the life of rows ----------------------------------------------------------------------------------------
 
@@ -725,11 +725,11 @@ class Fleet:
         job = self._job("shrink", "worker")
         return 0 if job is None else job.running().tables.shrink(threshold)
 
-    def print_table_stat(self, table_id: int, pass_id: int = 0, threshold: float = 0.0) -> None:
+    def print_table_stat(self, table_id: int | str, pass_id: int = 0, threshold: float = 0.0) -> None:
         """Prints how many rows and bytes a table has over all servers.
 
         Args:
-            table_id: number of the table.
+            table_id: name of the table, which is that of its module, or its number.
             pass_id: a number that the line shows.
             threshold: refused above 0: servers do not count rows by their score.
         """
@@ -741,15 +741,15 @@ class Fleet:
             )
         job = self._job("print_table_stat", "worker")
         if job is not None:
-            trainer = job.running()
-            facts = trainer.tables.facts(_table(trainer.plan.configs, table_id))
+            tables = job.running().tables
+            facts = tables.facts(tables.number(table_id))
             print(f"pass {pass_id}, table {table_id}: {facts['rows']} rows, {facts['bytes']} bytes", flush=True)
 
-    def set_date(self, table_id: int, day_id: str | int) -> None:
+    def set_date(self, table_id: int | str, day_id: str | int) -> None:
         """Advances a table by one day, for tables that delete rows unseen for long; worker 0 triggers it.
 
         Args:
-            table_id: number of the table.
+            table_id: name of the table, which is that of its module, or its number.
             day_id: the new day. The servers ignore the day they were told last, so that a worker 0 that restarts may
                 repeat its call.
         """
@@ -757,8 +757,8 @@ class Fleet:
             raise ConfigError(f"fleet.set_date(day_id={day_id!r}) takes the day as str or int, such as '20260131'.")
         job = self._job("set_date", "worker")
         if job is not None:
-            trainer = job.running()
-            trainer.tables.set_date(_table(trainer.plan.configs, table_id), str(day_id))
+            tables = job.running().tables
+            tables.set_date(tables.number(table_id), str(day_id))
 
     # ---- files and logs ------------------------------------------------------------------------------------------
 
@@ -879,13 +879,6 @@ def _path(call: str, name: str, value: object) -> str:
     if os.path.isfile(text):
         raise ConfigError(f"fleet.{call}({name}={value!r}) takes the path of a folder, and this is a file.")
     return os.path.abspath(text)
-
-
-def _table(known: Any, table_id: int) -> int:
-    if isinstance(table_id, bool) or not isinstance(table_id, int) or table_id not in known:
-        names = {key: config.name for key, config in known.items()}
-        raise ConfigError(f"table {table_id!r} does not exist; the tables are {names!r}.")
-    return table_id
 
 
 def _check_mode(mode: object) -> int:

@@ -45,11 +45,15 @@ def test_shrink_set_date_and_table_facts(capsys: pytest.CaptureFixture[str]) -> 
     train(model, optimizer, batches(3))
     own.print_table_stat(0, pass_id=7)
     assert capsys.readouterr().out.startswith("pass 7, table 0: ")
+    own.print_table_stat("ads")
+    assert capsys.readouterr().out.startswith("pass 0, table ads: ")
     own.set_date(0, "20260101")
-    own.set_date(0, "20260101")
+    own.set_date("ads", "20260101")
     assert own.shrink(2) > 0
     with pytest.raises(ConfigError, match="does not exist"):
         own.print_table_stat(9)
+    with pytest.raises(ConfigError, match="table 'adz' does not exist; the tables are .*'ads'"):
+        own.print_table_stat("adz")
     own.stop_worker()
     own.session.close()
 

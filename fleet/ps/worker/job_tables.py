@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from fleet.errors import PSError
+from fleet.errors import ConfigError, PSError
 from fleet.ps.client.client import NothingLoaded
 from fleet.ps.wire.messages import DISAGREE, HOW_WISHED, LOAD_WISH
 from fleet.ps.worker.meetings import Meetings
@@ -27,6 +27,14 @@ class JobTables:
         self._model = meetings.model
         self._connection = meetings.model.connection
         self._said_unlike = False
+
+    def number(self, table: int | str) -> int:
+        """Returns the number of the table of this name or number; raises ConfigError, with all tables, for another."""
+        names = {number: config.name for number, config in self._model.plan.configs.items()}
+        for number, name in names.items():
+            if table == (name if isinstance(table, str) else number) and type(table) in (int, str):
+                return number
+        raise ConfigError(f"table {table!r} does not exist; the tables are {names!r}.")
 
     def save(self, dirname: str, mode: int, tables: list[int] | None = None, text: bool = False) -> int:
         """Makes the servers save, once every worker is here with its steps applied; returns the rows saved.
