@@ -16,6 +16,7 @@ from fleet.launch.cli.unused_flags import REFUSED_FLAGS, WITHOUT_EFFECT
 from fleet.options import schema, words_of
 from fleet.options.guide_text import conflicts_of
 from fleet.strategies import REGISTRY
+from fleet.strategies._declare.fields import Config, value_types
 
 ROOT = Path(__file__).parents[1]
 STATEMENTS = ROOT / "docs" / "help" / "limits.yaml"
@@ -57,7 +58,21 @@ def _said(row: dict[str, str], language: str) -> str:
 def refused_options_markdown(language: str = "en") -> str:
     """Returns a table of the options that are refused, with the reasons."""
     refused = [(option.name, option.rule.refused) for option in schema().values() if option.rule.refused]
+    for option in schema().values():
+        if isinstance(option.default, Config):
+            refused += [(f"{option.name}.{name}", reason) for name, reason in _refused_keys(option.default)]
     return _table("option", [(f"`{name}`", _reason(reason, language)) for name, reason in refused], language)
+
+
+def _refused_keys(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields the keys of ``config`` that are refused, those of its groups with dots, and the reasons."""
+    for key in value_types(type(config)):
+        value = getattr(config, key)
+        reason = type(config).rule(key).refused
+        if isinstance(value, Config):
+            yield from ((f"{key}.{inner}", why) for inner, why in _refused_keys(value))
+        elif reason:
+            yield key, reason
 
 
 def idle_options_markdown(language: str = "en") -> str:
