@@ -19,7 +19,7 @@ _PAGE = "docs/reference/compatibility.md lists the versions that were tested"
 def check_compatibility() -> None:
     """Raises ImportError that names a Python or torch older than the oldest supported one.
 
-    Where torch is loaded already, its own version counts; where there is none, nothing is refused.
+    Where torch is loaded already, its own version counts; without torch nothing is refused.
     """
     check_python(tuple(sys.version_info[:2]))
     found = torch_version()
@@ -48,7 +48,7 @@ def check_torch(found: str) -> None:
 
 
 def torch_version() -> str | None:
-    """Returns the version of torch that is loaded or would be; None where there is none."""
+    """Returns the version of torch that is loaded or would be; None without torch."""
     loaded: Any = sys.modules.get("torch")
     if loaded is not None and hasattr(loaded, "__version__"):
         return str(loaded.__version__)

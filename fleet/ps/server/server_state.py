@@ -142,7 +142,7 @@ class ServerState:
         return self._served_now().table(table_id)
 
     def served(self, part: TablePart) -> ServedTable | ServedGroup:
-        """Returns the table of a part, or the group of its tables; raises :class:`Refused` if there is none."""
+        """Returns the table of a part, or the group of its tables; raises :class:`Refused` for an unknown one."""
         return self._served_now().find(part)
 
     def _served_now(self) -> ServedGroups:

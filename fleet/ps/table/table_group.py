@@ -16,7 +16,7 @@ from fleet.ps.table.sparse_table import SparseTable
 class TableGroup:
     """Tables whose keys and rows lie in one array each, one table behind the other.
 
-    Each table keeps its own rule, rows, admission and limits; a call does what one for each table does.
+    Each table keeps its own rule, rows, admission and limits; a call does as much as one for each table.
 
     Args:
         tables: with rows of the same number of columns; they must stay open.
