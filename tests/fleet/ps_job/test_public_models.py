@@ -47,7 +47,7 @@ def trained(
         own.stop_worker()
         return found, losses
 
-    return run_job(work, num_workers=2, strategy=made, limit_s=100)
+    return run_job(work, num_workers=2, strategy=made, limit_s=200)
 
 
 def plain(start: PublicModels) -> PublicModels:
