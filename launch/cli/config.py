@@ -19,7 +19,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from fleet.common.addresses import split_endpoint
+from fleet.common.addresses import split_endpoint, split_list
 from fleet.common.tracker_names import check_trackers
 from fleet.env import Environment
 from fleet.errors import ConfigError, UnsupportedOptionError, did_you_mean
@@ -219,8 +219,7 @@ def _trackers(settings: Settings) -> str:
     asked = settings.text("tracker") or ""
     # A program of another kind may have other packages.
     if not settings.values["no_python"]:
-        names = [name.strip() for name in asked.split(",") if name.strip()]
-        check_trackers(dict.fromkeys(names, settings.named("tracker")))
+        check_trackers(dict.fromkeys(split_list(asked), settings.named("tracker")))
     return asked
 
 
