@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from fleet.errors import ConfigError
 from fleet.ps.table.gate import Gate
 from fleet.ps.table.ids import addressed, mean_of
-from fleet.ps.table.kernels.numba_cache import load_kernels, naming_the_cause
+from fleet.ps.table.kernels.numba_cache import address_of, load_kernels, naming_the_cause
 from fleet.ps.table.layout import Float32s
 from fleet.ps.table.rules import Rule
 
@@ -134,14 +133,14 @@ class DenseTable:
         self._check("gradient", kept[0])
         kernels = load_kernels("id_kernels")
         piece, places = np.empty(kernels.PIECE, np.float32), np.empty(2, np.int64)
-        where = _address(sources), len(kept), self.config.size, float(divisor), _address(piece)
-        row, params = _address(self._row), _address(self._params)
+        where = address_of(sources), len(kept), self.config.size, float(divisor), address_of(piece)
+        row, params = address_of(self._row), address_of(self._params)
         with self._lock:
             self.is_set = True
             if self._rule.name == "sgd" and len(kept) > 1:
                 load_kernels("rule_kernels").sgd_by_mean(*where, row, params)
             else:
-                kernels.push_mean(*where, self._update_address, row, _address(places), params)
+                kernels.push_mean(*where, self._update_address, row, address_of(places), params)
 
     def add(self, delta: Float32s) -> None:
         """Adds ``delta`` to the values (geo); the state stays."""
@@ -189,11 +188,20 @@ class DenseTable:
 
     def _push_by_kernel(self, gradient: Float32s) -> None:
         size = self.config.size
-        rows = np.array([_address(self._row)])
+        rows = np.array([address_of(self._row)])
         order = np.zeros(1, np.int32)
         # A C function called through ctypes runs without the GIL.
         self._update(
-            _address(rows), 1, _address(order), _address(gradient), size, 0, 0, size, size, _address(self._params)
+            address_of(rows),
+            1,
+            address_of(order),
+            address_of(gradient),
+            size,
+            0,
+            0,
+            size,
+            size,
+            address_of(self._params),
         )
 
     def _push_d2sum(self, g: Float32s) -> None:
@@ -217,7 +225,3 @@ class DenseTable:
                 f"dense table {self.config.name!r}: {what} is {array.dtype} {array.shape}; it takes "
                 f"float32 ({self.config.size},)."
             )
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    return int(array.__array_interface__["data"][0])

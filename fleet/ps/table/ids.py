@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigError
-from fleet.ps.table.kernels.numba_cache import load_kernels
+from fleet.ps.table.kernels.numba_cache import address_of, load_kernels
 from fleet.ps.table.layout import Float32s, Int64s
 
 Int32s = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class UniqueKeys:
         unique = np.empty(n, np.int64)
         inverse = np.empty(n, np.int32)
         count = load_kernels("id_kernels").unique_keys(
-            _address(keys), n, _address(self._seen), self._bits, generation, _address(unique), _address(inverse)
+            address_of(keys), n, address_of(self._seen), self._bits, generation, address_of(unique), address_of(inverse)
         )
         return unique[:count], inverse
 
@@ -67,8 +67,8 @@ class UniqueKeys:
         counts = np.empty(len(ends), np.int64)
         inverse = np.empty(len(keys), np.int32)
         load_kernels("id_kernels").unique_keys_of_parts(
-            _address(keys), _address(ends), len(ends), _address(self._seen), self._bits, generation,
-            _address(unique), _address(counts), _address(inverse),
+            address_of(keys), address_of(ends), len(ends), address_of(self._seen), self._bits, generation,
+            address_of(unique), address_of(counts), address_of(inverse),
         )  # fmt: skip
         return unique, counts, inverse
 
@@ -108,7 +108,7 @@ class KeyPlaces:
         keys = np.ascontiguousarray(keys)
         places = np.empty(len(keys), np.int64)
         find_places = load_kernels("id_kernels").find_places
-        find_places(_address(keys), len(keys), _address(self._entries), self._bits, _address(places))
+        find_places(address_of(keys), len(keys), address_of(self._entries), self._bits, address_of(places))
         return places
 
     def add(self, every: Int64s, first: int) -> None:
@@ -120,7 +120,7 @@ class KeyPlaces:
             first = 0
         new = np.ascontiguousarray(every[first:])
         insert_places = load_kernels("id_kernels").insert_places
-        insert_places(_address(new), len(new), first, _address(self._entries), self._bits)
+        insert_places(address_of(new), len(new), first, address_of(self._entries), self._bits)
 
 
 def sum_by_key(keys: Int64s, gradients: Float32s) -> tuple[Int64s, Float32s, Int32s]:
@@ -193,8 +193,8 @@ def sum_bags(gradients: Float32s, starts: Int64s, inverse: Int32s, num_unique: i
     dim = gradients.shape[1]
     out = np.empty((num_unique, dim), np.float32)
     load_kernels("id_kernels").merge_bags(
-        _address(rows), _address(first), _address(ends), _address(places), len(starts), dim, bool(is_mean),
-        _address(out), num_unique,
+        address_of(rows), address_of(first), address_of(ends), address_of(places), len(starts), dim, bool(is_mean),
+        address_of(out), num_unique,
     )  # fmt: skip
     return out
 
@@ -204,7 +204,7 @@ def _sums(gradients: Float32s, inverse: Int32s, num_unique: int) -> Float32s:
     num_rows, dim = gradients.shape
     out = np.empty((num_unique, dim), np.float32)
     merge_rows = load_kernels("id_kernels").merge_rows
-    merge_rows(_address(gradients), _address(inverse), num_rows, dim, _address(out), num_unique)
+    merge_rows(address_of(gradients), address_of(inverse), num_rows, dim, address_of(out), num_unique)
     return out
 
 
@@ -212,7 +212,7 @@ def mean_of(arrays: Sequence[Float32s], divisor: float) -> Float32s:
     """Returns the sum of float32 arrays [n], in the order given, over ``divisor``."""
     kept, sources = addressed(arrays)
     out = np.empty(len(kept[0]), np.float32)
-    load_kernels("id_kernels").mean_of(_address(sources), len(kept), len(out), float(divisor), _address(out))
+    load_kernels("id_kernels").mean_of(address_of(sources), len(kept), len(out), float(divisor), address_of(out))
     return out
 
 
@@ -226,7 +226,7 @@ def copy_for_others(addresses: Sequence[int], lengths: Sequence[int], out: Float
     if len(addresses) != len(lengths) or sum(lengths) != len(out) or not out.flags.c_contiguous:
         raise ConfigError(f"{len(addresses)} arrays of {sum(lengths)} numbers do not fill {len(out)} places in a row.")
     at, sizes = np.array(addresses, np.int64), np.array(lengths, np.int64)
-    load_kernels("id_kernels").copy_for_others(_address(at), _address(sizes), len(at), _address(out))
+    load_kernels("id_kernels").copy_for_others(address_of(at), address_of(sizes), len(at), address_of(out))
 
 
 def addressed(arrays: Sequence[Float32s]) -> tuple[list[Float32s], Int64s]:
@@ -240,7 +240,7 @@ def addressed(arrays: Sequence[Float32s]) -> tuple[list[Float32s], Int64s]:
     kept = [np.ascontiguousarray(array) for array in arrays]
     if len({len(array) for array in kept}) != 1:
         raise ConfigError(f"arrays of {[len(array) for array in kept]} numbers have no mean.")
-    return kept, np.array([_address(array) for array in kept], np.int64)
+    return kept, np.array([address_of(array) for array in kept], np.int64)
 
 
 def in_pieces(count: int) -> Iterator[Int64s]:
@@ -273,13 +273,9 @@ def train_rows(
         raise ConfigError(f"touched is {touched.dtype} {touched.shape}; it takes bool ({n},).")
     held, rows = np.ascontiguousarray(places), np.ascontiguousarray(gradients)
     if not load_kernels("id_kernels").train_rows(
-        _address(weight), n, dim, _address(held), len(held), _address(rows), learning_rate, _address(touched)
+        address_of(weight), n, dim, address_of(held), len(held), address_of(rows), learning_rate, address_of(touched)
     ):
         raise ConfigError(f"places range from {places.min()} to {places.max()}; there are {n} rows.")
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _check_array(what: str, array: npt.NDArray[np.generic], dtype: type[np.generic], ndim: int) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fleet.errors import ConfigError, PSError
 from fleet.ps.table.eviction import loaded_ranks
 from fleet.ps.table.gate import Gate
-from fleet.ps.table.kernels.numba_cache import load_kernels, naming_the_cause
+from fleet.ps.table.kernels.numba_cache import address_of, load_kernels, naming_the_cause
 from fleet.ps.table.layout import PENDING, PENDING_COUNT, Float32s, Int64s, RowLayout, SparseTableConfig
 from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
 from fleet.ps.table.save_chain import SaveChain
@@ -305,7 +305,7 @@ class SparseTable:
 
     def _pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
         scratch = self._scratch(keys)
-        arguments = (_at(keys), len(keys), _at(out), int(create), _at(scratch))
+        arguments = (address_of(keys), len(keys), address_of(out), int(create), address_of(scratch))
         if self._requests.pull(self._memory.address, *arguments):
             self._memory.raise_full()
 
@@ -318,21 +318,30 @@ class SparseTable:
         slots: npt.NDArray[np.uint32] | None,
     ) -> None:
         scratch = self._scratch(keys)
-        counts = map(_at, (shows, clicks, slots))
-        arguments = (_at(keys), len(keys), _at(gradients), *counts, self._memory.tick, _at(scratch))
+        counts = map(address_of, (shows, clicks, slots))
+        arguments = (
+            address_of(keys),
+            len(keys),
+            address_of(gradients),
+            *counts,
+            self._memory.tick,
+            address_of(scratch),
+        )
         if self._requests.push(self._memory.address, *arguments):
             self._memory.raise_full()
 
     def _add(self, keys: Int64s, deltas: Float32s) -> None:
         scratch = self._scratch(keys)
-        arguments = (_at(keys), len(keys), _at(deltas), self._memory.tick, _at(scratch))
+        arguments = (address_of(keys), len(keys), address_of(deltas), self._memory.tick, address_of(scratch))
         if self._requests.add(self._memory.address, *arguments):
             self._memory.raise_full()
 
     def _contains(self, keys: Int64s) -> npt.NDArray[np.bool_]:
         found = np.empty(len(keys), np.bool_)
         scratch = self._scratch(keys)
-        self._requests.contains(self._memory.address, _at(keys), len(keys), _at(found), _at(scratch))
+        self._requests.contains(
+            self._memory.address, address_of(keys), len(keys), address_of(found), address_of(scratch)
+        )
         return found
 
     def _copy_window(self, window: Window) -> RowBlock:
@@ -347,7 +356,7 @@ class SparseTable:
             values = np.empty((room, layout.row_floats), np.float32)
             traffic = np.empty(room if layout.has_statistics else 0, _STATISTICS)
             ranks = np.empty(room if layout.has_ranks else 0, np.int64)
-            arrays = map(_at, (keys, metas, values, traffic, ranks))
+            arrays = map(address_of, (keys, metas, values, traffic, ranks))
             n = self._walks.copy_rows(self._memory.address, s, first, last, room, *arrays)
             if n >= 0:
                 block = self._block_of(keys[:n], metas[:n], values[:n], traffic[:n])
@@ -395,7 +404,7 @@ class SparseTable:
         if ranks is not None:
             ranks = np.ascontiguousarray(ranks, np.int64)
         arrays = (keys, metas, values, traffic, ranks, self._scratch(keys))
-        if self._walks.insert_rows(self._memory.address, len(block), *map(_at, arrays)):
+        if self._walks.insert_rows(self._memory.address, len(block), *map(address_of, arrays)):
             self._memory.raise_full()
 
     def _shrink_window(self, window: Window, least: float, max_unseen_days: float, decay: float) -> Int64s:
@@ -404,18 +413,20 @@ class SparseTable:
         while True:
             # Other threads may add entries before the kernel runs; then the next round has more room.
             keys = np.empty(self._memory.entries[window[0]] + 64, np.int64)
-            n = self._walks.shrink_rows(self._memory.address, *window, *criteria, len(keys), _at(keys))
+            n = self._walks.shrink_rows(self._memory.address, *window, *criteria, len(keys), address_of(keys))
             if n >= 0:
                 # A copy, so that the large array can be freed.
                 return keys[:n].copy()
 
     def _erase(self, keys: Int64s) -> int:
         scratch = self._scratch(keys)
-        return int(self._walks.erase_keys(self._memory.address, _at(keys), len(keys), _at(scratch)))
+        return int(self._walks.erase_keys(self._memory.address, address_of(keys), len(keys), address_of(scratch)))
 
     def _settle(self, keys: Int64s, deltas: Float32s) -> None:
         scratch = self._scratch(keys)
-        self._walks.settle_rows(self._memory.address, _at(keys), len(keys), _at(deltas), _at(scratch))
+        self._walks.settle_rows(
+            self._memory.address, address_of(keys), len(keys), address_of(deltas), address_of(scratch)
+        )
 
     def _reserve(self, num_rows: int) -> None:
         sub_shards = len(self._memory.entries)
@@ -512,8 +523,3 @@ def _check_keys(what: str, keys: Int64s) -> Int64s:
     if keys.dtype != np.int64 or keys.ndim != 1:
         raise ConfigError(f"{what}: keys are {keys.dtype} {keys.shape}; they take int64 of one dimension.")
     return np.ascontiguousarray(keys)
-
-
-def _at(array: npt.NDArray[Any] | None) -> int:
-    """Returns the address of an array's data, 0 for ``None``."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.ps.table.eviction import FIRST_TICK
-from fleet.ps.table.kernels.numba_cache import load_kernels
+from fleet.ps.table.kernels.numba_cache import address_of, load_kernels
 from fleet.ps.table.layout import Float32s, Int64s
 from fleet.ps.table.sparse_table import SparseTable
 
@@ -46,9 +46,15 @@ class TableGroup:
             out: float32 [n, columns], contiguous.
             create: missing ids get a row.
         """
-        scratch = self._scratch(ends)
+        scratch = self._scratch(np.diff(ends, prepend=0))
         failed = self._requests.pull_each(
-            _at(self._addresses), _at(ends), len(self.tables), _at(keys), _at(out), int(create), _at(scratch)
+            address_of(self._addresses),
+            address_of(ends),
+            len(self.tables),
+            address_of(keys),
+            address_of(out),
+            int(create),
+            address_of(scratch),
         )
         if failed:
             self.tables[failed - 1].raise_full()
@@ -72,21 +78,16 @@ class TableGroup:
         sizes = np.diff(ends, prepend=0)
         for place, table in self._on_disk:
             table.make_room(int(sizes[place]))
-        scratch = self._scratch(ends)
+        scratch = self._scratch(sizes)
         failed = self._requests.push_each(
-            _at(self._addresses), _at(ends), len(self.tables), _at(keys), _at(gradients),
-            *map(_at, (shows, clicks, slots)), tick, FIRST_TICK + tick, _at(scratch),
+            address_of(self._addresses), address_of(ends), len(self.tables), address_of(keys), address_of(gradients),
+            *map(address_of, (shows, clicks, slots)), tick, FIRST_TICK + tick, address_of(scratch),
         )  # fmt: skip
         if failed:
             self.tables[failed - 1].raise_full()
         for _, table in self._on_disk:
             table.cool()
 
-    def _scratch(self, ends: Int64s) -> Int64s:
+    def _scratch(self, sizes: Int64s) -> Int64s:
         # Of the largest table's keys: the tables take turns with it.
-        return np.empty(self._finding.scratch_words(int(np.diff(ends, prepend=0).max(initial=0))), np.int64)
-
-
-def _at(array: npt.NDArray[np.generic] | None) -> int:
-    """Returns the address of an array's data, 0 for ``None``."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])
+        return np.empty(self._finding.scratch_words(int(sizes.max(initial=0))), np.int64)

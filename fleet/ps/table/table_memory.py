@@ -20,16 +20,12 @@ from fleet.ps.table.eviction import FIRST_TICK, INDEX_BYTES, limit_of, oldest, p
 from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
 from fleet.ps.table.kernels import common as k
 from fleet.ps.table.kernels import finding, row_kernels, row_requests, rule_kernels, walks
+from fleet.ps.table.kernels.numba_cache import address_of
 from fleet.ps.table.layout import Int64s, SparseTableConfig, admission_of, plan_layout
 from fleet.ps.table.rules import LEARNING_RATE
 
 _AGING_PERIOD = 16384
 _ROWS, _WAITING, _HOT = 0, 1, 2  # which ids to list
-
-
-def address_of(array: npt.NDArray[Any] | None) -> int:
-    """Returns the address of an array's data, 0 for ``None``."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])
 
 
 def _scratch(n: int) -> npt.NDArray[np.int64]:

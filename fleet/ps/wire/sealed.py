@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fleet.common.sealing import SEAL_BYTES, MessageSeals, prove, same
 from fleet.ps.one_machine.memory_file import NotShared
 from fleet.ps.one_machine.shared_bodies import LEAST_BYTES, ROOM_BYTES, SharedBodies
-from fleet.ps.table.kernels.numba_cache import load_kernels
+from fleet.ps.table.kernels.numba_cache import address_of, load_kernels
 from fleet.ps.wire.messages import HEADER_BYTES, Buffer, MessageError, is_in_memory, places_of_rows
 from fleet.ps.wire.transport import Connection
 
@@ -44,8 +44,8 @@ class BodyDigest:
         self._key = np.frombuffer(hashlib.shake_256(secret).digest(self._block_bytes + 8), np.uint64)
         self._joined = np.empty(JOINED_BYTES, np.uint8)
         self._view = memoryview(self._joined)  # type: ignore[arg-type]
-        self._key_at = _address(self._key)
-        self._joined_at = _address(self._joined)
+        self._key_at = address_of(self._key)
+        self._joined_at = address_of(self._joined)
         self._make_room(JOINED_BYTES)
 
     def __call__(self, buffers: Sequence[Buffer], size: int) -> memoryview:
@@ -61,7 +61,7 @@ class BodyDigest:
 
     def _make_room(self, size: int) -> None:
         self._sums = np.empty(2 * (-(-size // self._block_bytes)), np.uint64)
-        self._sums_at = _address(self._sums)
+        self._sums_at = address_of(self._sums)
         self._digest = memoryview(self._sums).cast("B")  # type: ignore[arg-type]
 
     def _add_joined(self, buffers: Sequence[Buffer]) -> None:
@@ -91,16 +91,12 @@ class BodyDigest:
     def _add(self, buffer: Buffer, count: int, first: int) -> None:
         if count:
             data = np.frombuffer(buffer, np.uint8)
-            self._add_lanes(_address(data), count, first, self._key_at, self._sums_at)
+            self._add_lanes(address_of(data), count, first, self._key_at, self._sums_at)
 
 
 def _buffer(size: int) -> memoryview:
     # Bodies of a connection grow and shrink by a few rows: one buffer serves them, and its unused pages cost nothing.
     return memoryview(np.empty(max(size + size // 4, _LEAST_BUFFER), np.uint8))  # type: ignore[arg-type]
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class Sealed:

@@ -1,4 +1,4 @@
-"""Loading the numba kernels: the reasons why they cannot run here, and the cache of compiled functions."""
+"""Calling the numba kernels: the reasons why they cannot run here, the cache of compiled functions, addresses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy.typing as npt
 
 from fleet.errors import ConfigError, FleetError
 
@@ -50,6 +52,11 @@ def load_kernels(name: str, package: str = "fleet.ps.table.kernels", user: str =
     """Returns the module ``name`` of ``package``; raises ConfigError where numba cannot compile it."""
     with naming_the_cause(user):
         return importlib.import_module(f"{package}.{name}")
+
+
+def address_of(array: npt.NDArray[Any] | None) -> int:
+    """Returns the address of an array's data, as kernels take it; 0 for ``None``."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])
 
 
 def _first_line(error: Exception) -> str:
