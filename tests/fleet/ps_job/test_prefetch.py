@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -81,6 +81,45 @@ class Sent:
         return self.ops.count(Op.PULL)
 
 
+Trained = tuple[dict[str, torch.Tensor], list[float], list[int]]
+
+
+def train(
+    own: Fleet,
+    start: nn.Module,
+    strategy: Any,
+    batches: Iterable[Any],
+    probe: Any,
+    *,
+    prefetches: bool,
+    ops: Sequence[Op],
+    begun: Callable[[Fleet], None] = lambda own: None,
+) -> Trained:
+    """Trains a copy of ``start`` on one worker; returns the parameters with the output for ``probe``, the losses, and
+    the messages of ``ops`` in each step. ``begun`` is called once the worker is connected."""
+    net = copy.deepcopy(start)
+    optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.5), strategy)
+    model = own.distributed_model(net)
+    own.init_worker()
+    begun(own)
+    sent = Sent(own)
+    losses: list[float] = []
+    messages: list[int] = []
+    for batch in own.prefetch(batches) if prefetches else batches:
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        messages.append(sum(op in ops for op in sent.ops) - sum(messages))
+    own.barrier_worker()
+    found = {name: p.detach().clone() for name, p in net.named_parameters() if p.numel()}
+    with torch.no_grad():
+        found["out"] = model(probe).reshape(1)
+    own.stop_worker()
+    return found, losses, messages
+
+
 def trained(
     mode: str,
     prefetches: bool,
@@ -89,7 +128,7 @@ def trained(
     computes: bool = False,
     workers: int = 2,
     said: list[str] | None = None,
-) -> list[tuple[dict[str, torch.Tensor], list[float], list[int]]]:
+) -> list[Trained]:
     """Returns by worker the parameters, losses, and the pulls of each step."""
     trainers = thread_trainers(workers)
     monkeypatch.setattr("fleet.ps_job.hybrid_job.meet_trainers", lambda job: trainers[job.global_rank])
@@ -97,29 +136,13 @@ def trained(
     torch.manual_seed(3)
     start = ManyTables(computes)
 
-    def work(own: Fleet, rank: int) -> Any:
-        net = copy.deepcopy(start)
-        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.5), made)
-        model = own.distributed_model(net)
-        own.init_worker()
-        sent = Sent(own)
+    def hear(own: Fleet) -> None:
         if said is not None:
             monkeypatch.setattr(own.session.job, "say", said.append)
-        losses, pulls = [], []
-        batches: Iterable[Any] = loader(rank)
-        for batch in own.prefetch(batches) if prefetches else batches:
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            pulls.append(sent.pulls() - sum(pulls))
-        own.barrier_worker()
-        probe = {name: p.detach().clone() for name, p in net.named_parameters() if p.numel()}
-        with torch.no_grad():
-            probe["out"] = model(batch_of(0, 0)).reshape(1)
-        own.stop_worker()
-        return probe, losses, pulls
+
+    def work(own: Fleet, rank: int) -> Trained:
+        probe = batch_of(0, 0)
+        return train(own, start, made, loader(rank), probe, prefetches=prefetches, ops=(Op.PULL,), begun=hear)
 
     return run_job(work, num_workers=workers, strategy=made, limit_s=100)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from fleet.facade import Fleet
 from fleet.ps.embeddings.jagged_ids import features_of, jagged_ids
 from fleet.ps.wire.messages import Op
 from tests.fleet.ps.embeddings.features import Keyed
-from tests.fleet.ps_job.test_prefetch import Sent
+from tests.fleet.ps_job.test_prefetch import train
 from tests.helpers.served import run_job, strategy_of
 
 NAMES = ("user", "words", "tags", "slots")
@@ -109,28 +107,15 @@ def trained(form: str, mode: str, monkeypatch: pytest.MonkeyPatch, *, together: 
     start = Model(together)
 
     def work(own: Fleet, rank: int) -> Work:
-        net = copy.deepcopy(start)
-        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.5), made)
-        model = own.distributed_model(net)
-        own.init_worker()
-        sent = Sent(own)
         said: list[str] = []
-        monkeypatch.setattr(own.session.job, "say", said.append)
-        losses, messages = [], []
-        batches: Iterable[Any] = [batch_of(form, step, rank) for step in range(BATCHES)]
-        for batch in own.prefetch(batches) if prefetches else batches:
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            messages.append(sum(op in (Op.PULL, Op.PUSH) for op in sent.ops) - sum(messages))
-        own.barrier_worker()
-        found = {name: p.detach().clone() for name, p in net.named_parameters() if p.numel()}
-        with torch.no_grad():
-            found["loss"] = model(batch_of(form, 0, 0))
-        own.stop_worker()
-        return found, losses, messages, said
+
+        def hear(own: Fleet) -> None:
+            monkeypatch.setattr(own.session.job, "say", said.append)
+
+        batches = [batch_of(form, step, rank) for step in range(BATCHES)]
+        probe = batch_of(form, 0, 0)
+        ops = (Op.PULL, Op.PUSH)
+        return *train(own, start, made, batches, probe, prefetches=prefetches, ops=ops, begun=hear), said
 
     return run_job(work, num_workers=workers, strategy=made, limit_s=100)
 
