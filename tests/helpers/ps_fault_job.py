@@ -129,7 +129,7 @@ def _integer_tables(model: Any) -> dict[str, Tensor]:
 INTEGERS = Task(IntegerModel, _integer_batch, _integer_tables)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """How the processes train beside the mode.
 

@@ -74,7 +74,8 @@ class PublishingJob(FaultJob):
         self, folder: Path, redis: RedisServer, *, steps: int, after_step: Any = None, mode: str = "sync"
     ) -> None:
         rate = 0.37 if mode == "sync" else 1.0
-        training = Training(rate, {"publish": redis.url, "publish_every_s": 0.005}, after_step, stream=True)
+        configs = {"publish": redis.url, "publish_every_s": 0.005}
+        training = Training(rate=rate, configs=configs, after_step=after_step, stream=True)
         super().__init__(folder, mode, num_servers=1, num_workers=2, steps=steps, training=training)
         self.redis = redis
         self._delays = random.Random(7)
