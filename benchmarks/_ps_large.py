@@ -76,8 +76,10 @@ def main(rows: int) -> None:
         print(cells[-1], flush=True)
 
     def create() -> int:
+        zeros = np.zeros((AT_ONCE, DIM), np.float32)
         for first in range(0, rows, AT_ONCE):
-            server.client.wait(server.client.pull({0: ids_of(first, min(rows, first + AT_ONCE))}))
+            ids = ids_of(first, min(rows, first + AT_ONCE))
+            server.client.wait(server.client.push({0: Gradient(ids, zeros[: len(ids)])}))
         return rows
 
     def train() -> int:

@@ -54,7 +54,7 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(served.parameters(), 1e-4), strategy)
     model = fleet.distributed_model(served)
     fleet.init_worker()
-    fill(model, settings["vocabulary"])
+    fill(model, optimizer, settings["vocabulary"])
     batches = batches_of(draw(settings["vocabulary"], 1 + fleet.worker_index()), settings["batch"])
     fleet.barrier_worker()
     found = train_in_turn(settings, model, optimizer, batches)

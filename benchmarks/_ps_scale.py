@@ -133,8 +133,10 @@ def measure(blocks: int, pushes: int, rows: int) -> None:
         print(f"pushes per second, six shards / two servers: {rate}")
         clients["plain"].close()
         client = clients["shards"]
+        from fleet.ps.client.client import Gradient
+
         for part in np.array_split(np.arange(rows), max(1, rows // 50_000)):
-            client.wait(client.pull({0: part}))
+            client.wait(client.add({0: Gradient(part, np.zeros((len(part), DIM), np.float32))}))
         calm = train(client, 2 * pushes, lambda step: batches[step % len(batches)])
         moving, said = move(client, places, lambda step: batches[step % len(batches)])
         print(f"{rows:,} rows; a step takes {median(calm) * 1e3:.1f} ms, the longest {max(calm) * 1e3:.0f} ms")

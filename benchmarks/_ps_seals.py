@@ -70,7 +70,7 @@ class Side:
             line._covered = lambda buffers, size: buffers  # type: ignore[method-assign]
         _sealed.MessageSeals, _sealed.Sealed._covered = kept  # type: ignore[misc, method-assign]
         self.client.create_tables({0: CONFIG})
-        fill(lambda ids: self.client.wait(self.client.pull({0: ids})), rows)
+        fill(lambda ids, zeros: self.client.wait(self.client.add({0: Gradient(ids, zeros)})), rows)
 
     def block(self, keys: list[Any], gradients: list[Gradient], out: list[Any], steps: int) -> tuple[float, float]:
         """Returns the seconds of so many steps, and the processor seconds of both ends."""

@@ -56,7 +56,7 @@ def main() -> None:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(served.parameters(), 1e-4), strategy)
     served = fleet.distributed_model(served)
     fleet.init_worker()
-    fill(served, vocabulary)
+    fill(served, optimizer, vocabulary)
     fleet.barrier_worker()
     samples = draw(vocabulary, 1 + fleet.worker_index())
     server = Path("/proc", Path(settings["folder"], "server").read_text(), "stat") if fleet.is_first_worker() else None
@@ -92,13 +92,13 @@ def scattered(ranks: np.ndarray) -> np.ndarray:
     return (ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(2)).astype(np.int64)
 
 
-def fill(model: Any, vocabulary: int) -> None:
-    """Creates every row on the servers, so that a step meets a table of the full size."""
-    if fleet.is_first_worker():
-        ids = torch.from_numpy(scattered(np.arange(vocabulary)))
-        with torch.no_grad():
-            for part in ids.split(100_000):
-                model.rows.table(part)
+def fill(model: Any, optimizer: Any, vocabulary: int) -> None:
+    """Makes every row on the servers with a gradient of zeros, so that a step meets a table of the full size."""
+    ids = torch.from_numpy(scattered(np.arange(vocabulary)))
+    for part in ids.split(100_000):
+        model.rows.table(part).mul(0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def batches_of(samples: Batch, size: int) -> Iterator[Batch]:

@@ -52,7 +52,7 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(served.parameters(), 1e-4), strategy)
     model = fleet.distributed_model(served)
     fleet.init_worker()
-    fill(model, settings["vocabulary"])
+    fill(model, optimizer, settings["vocabulary"])
     samples = draw(settings["vocabulary"], 1 + fleet.worker_index())
     batches = batches_of(samples, settings["batch"]) if settings["kind"] == "list" else iter(stream(settings, samples))
     fleet.barrier_worker()

@@ -69,7 +69,7 @@ def main() -> None:
     full = batches(options.rows, 106_496)
     small = [keys[:300] for keys in full]
     table, found = SparseTable(CONFIG), []
-    fill(table.pull, options.rows)
+    fill(table.add, options.rows)
     for name, keys in (("full", full), ("300", small)):
         print(f"{name}: about {len(keys[0])} ids", flush=True)
         for label in options.cases:
@@ -105,11 +105,11 @@ def scattered(ranks: Any) -> Any:
     return (ranks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(2)).astype(np.int64)
 
 
-def fill(pull: Any, rows: int) -> None:
-    """Creates the rows that batches may ask for."""
-    every = scattered(np.arange(rows))
-    for start in range(0, len(every), 200_000):
-        pull(every[start : start + 200_000])
+def fill(add: Any, rows: int) -> None:
+    """Makes the rows that batches may ask for."""
+    zeros = np.zeros((200_000, DIM), np.float32)
+    for ids in np.split(scattered(np.arange(rows)), range(len(zeros), rows, len(zeros))):
+        add(ids, zeros[: len(ids)])
 
 
 def limits(table: SparseTable, keys: list[Any]) -> tuple[float, float]:
@@ -194,7 +194,7 @@ def case(
             )
             client.open()
             client.create_tables({0: CONFIG})
-            fill(lambda ids: client.wait(client.pull({0: ids})), options.rows)
+            fill(lambda ids, rows: client.wait(client.add({0: Gradient(ids, rows)})), options.rows)
             found = measure(client, server.pid, table, keys, options, prefetch)
             client.stop_servers()
             client.close()

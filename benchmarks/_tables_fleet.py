@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from fleet import fleet
 from fleet.ps.wire.transport import SocketConnection
 
-FILLED_TOGETHER = 100_000  # ids of a pull that creates rows
+FILLED_TOGETHER = 100_000  # ids of a step that makes rows
 
 
 class Collection(nn.Module):
@@ -94,8 +94,8 @@ def main() -> None:
         return
     sent = Sent()
     fleet.init_worker()
-    if settings["variant"] != "embedding" and fleet.is_first_worker():
-        fill(rows, settings["tables"], settings["ids"])
+    if settings["variant"] != "embedding":
+        fill(rows, optimizer, settings["tables"], settings["ids"])
     steps = {
         "plain": plain_torch(settings["tables"], settings["ids"], rule),
         "served": step_of(served, optimizer),
@@ -116,11 +116,12 @@ def rows_of(variant: str, num_tables: int, num_ids: int) -> nn.Module:
     return Separate(names, lambda: fleet.SparseEmbedding(DIM))
 
 
-def fill(rows: nn.Module, num_tables: int, num_ids: int) -> None:
-    """Creates every row on the servers, so that a step meets tables of the full size."""
-    with torch.no_grad():
-        for part in torch.arange(num_ids).split(max(1, FILLED_TOGETHER // num_tables)):
-            rows(dict.fromkeys(names_of(num_tables), part))
+def fill(rows: nn.Module, optimizer: Any, num_tables: int, num_ids: int) -> None:
+    """Makes every row on the servers with a gradient of zeros, so that a step meets tables of the full size."""
+    for part in torch.arange(num_ids).split(max(1, FILLED_TOGETHER // num_tables)):
+        rows(dict.fromkeys(names_of(num_tables), part)).mul(0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def gauges_of(sent: Sent, folder: str) -> Gauges:

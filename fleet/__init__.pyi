@@ -540,8 +540,7 @@ def prefetch(loader: Iterable[_Batch]) -> Iterable[_Batch]:
     tensors, columns or features of a batch are the ids of which table; ids that are computed inside the model are
     still requested at their lookup, which is said once. Every lookup compares its ids with the requested ones, so a
     batch of another form costs a message and changes no result; after eight such messages in turn, as in a loop
-    that hashes the ids of its batches, nothing is requested for that lookup any more, which is said too. A
-    request creates rows as a lookup does.
+    that hashes the ids of its batches, nothing is requested for that lookup any more, which is said too.
 
     Where it reads ahead, a loop that is left early has taken one more batch from the loader. Data that counts a
     batch as trained when the next one is asked for (streams, and data whose position a checkpoint saves) is not

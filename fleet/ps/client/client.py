@@ -293,7 +293,8 @@ class Client:
             step: for which step the rows are, from 0; by default the steps pushed so far. For the next batch, give
                 ``client.step + 1``: allowed where the servers' staleness is 1 or more.
             out: arrays to write to; for a dense table, or what takes its values.
-            create: missing ids get a row.
+            create: ids without a row read as the weights that their first push will begin with, otherwise as zeros; a
+                pull makes no row.
             wait_for_others: wait as the servers' mode and staleness say.
 
         Raises:
@@ -306,7 +307,7 @@ class Client:
                 f"pull(step={step}): with staleness {staleness} this worker must push step {step - staleness} first; "
                 f"it has pushed {self.step}. Push before this pull, or allow more staleness."
             )
-        flags = MessageFlag.NONE if create else MessageFlag.NO_CREATE
+        flags = MessageFlag.NONE if create else MessageFlag.ZEROS
         flags |= MessageFlag.NONE if wait_for_others else MessageFlag.NO_WAIT
         flags |= self._half
         ticket = Ticket()

@@ -82,7 +82,7 @@ def _rows(
         table = state.served(question)
         table.check(question, change=False)
         rows = np.empty(table.pull_shape(question), np.float32)
-        table.pull(question, rows, create=False)
+        table.pull(question, rows, drawn=False)
         dim = 1 if question.ids is None else question.dim
         answers.append(TablePart(question.table_id, question.n, dim, question.ids, rows, members=question.members))
     return answers

@@ -255,7 +255,6 @@ class Operations:
     ) -> tuple[int | None, list[TablePart]]:
         """Waits until the step of a request may see the tables; returns the step they hold, and the rows of parts."""
         tables = [self.state.served(part) for part in parts]
-        # All parts are checked before the first one is pulled, because a pull may create rows.
         shapes = []
         for part, table in zip(parts, tables, strict=True):
             table.check(part, change=False)
@@ -269,9 +268,9 @@ class Operations:
         # Read before the rows: others may push while they are copied, and the answer promises the least step.
         reached = self._reached
         answers = []
-        create = not header.flags & MessageFlag.NO_CREATE
+        drawn = not header.flags & MessageFlag.ZEROS
         for part, table, rows in zip(parts, tables, peer.connection.rows(shapes), strict=True):
-            table.pull(part, rows, create)
+            table.pull(part, rows, drawn)
             # Without ids the part is a whole dense table.
             self.state.counts["pulled" if part.ids is not None else "pulled_elements"] += len(rows)
             answers.append(TablePart(part.table_id, rows.size, 1, rows=rows))

@@ -58,10 +58,10 @@ class ServedGroup:
         """Returns the shape of the rows that a pull of ``part`` gives."""
         return self._first.pull_shape(part)
 
-    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
-        """Writes the rows of ``part`` to ``out``."""
+    def pull(self, part: TablePart, out: NDArray[np.float32], drawn: bool) -> None:
+        """Writes the rows of ``part`` to ``out``, as :meth:`ServedSparse.pull` does."""
         assert part.ids is not None
-        self._group.pull(part.ids, _ends(part), out, create=create)
+        self._group.pull(part.ids, _ends(part), out, drawn=drawn)
 
     def push(self, part: TablePart, lsn: int = 0) -> None:
         """Applies gradients, which are record ``lsn``; the caller asks for the victims then."""

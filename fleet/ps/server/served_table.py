@@ -152,10 +152,10 @@ class ServedSparse(_Served[SparseTable]):
         """Returns the shape of the rows that a pull of ``part`` gives."""
         return part.n, self.table.config.dim
 
-    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
-        """Writes the rows of ``part`` to ``out``."""
+    def pull(self, part: TablePart, out: NDArray[np.float32], drawn: bool) -> None:
+        """Writes the rows of ``part`` to ``out``; ids without one get initial weights, or zeros without ``drawn``."""
         assert part.ids is not None
-        self.table.pull(part.ids, out, create=create)
+        self.table.pull(part.ids, out, create=drawn)
 
     def push(self, part: TablePart, lsn: int = 0) -> None:
         """Applies a gradient, which is record ``lsn``; the caller asks for the :meth:`victims` then."""
@@ -259,7 +259,7 @@ class ServedDense(_Served[DenseTable]):
         """Returns the shape of the values."""
         return part.n, 1
 
-    def pull(self, part: TablePart, out: NDArray[np.float32], create: bool) -> None:
+    def pull(self, part: TablePart, out: NDArray[np.float32], drawn: bool) -> None:
         """Writes the values to ``out``."""
         self.table.pull(out.reshape(-1))
 

@@ -19,9 +19,6 @@ _MAX_DAYS = 49151  # more would meet the aging of the 16-bit day
 class Bounds:
     """The limits of one table on each server; without any, a table grows with the ids it sees.
 
-    A bounded table has a row once it is pushed: a pull of an id without one gives its initial weights and creates
-    nothing.
-
     Args:
         max_rows: after each request a server holds at most so many rows.
         max_bytes: the same, in bytes of rows and index (see ``SparseTable.memory_bytes``).

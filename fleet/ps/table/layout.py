@@ -36,9 +36,10 @@ class SparseTableConfig:
         accessor: statistics per row; ``None`` keeps none.
         entry: which ids are admitted; ``None`` admits all.
         seed: seed of initial weights and of ProbabilityEntry.
-        create_on: ``"pull"``: a pull creates missing rows, so that the model trains on the weights it pulled.
-            ``"push"``: pulls of missing rows give zeros and the first push creates them (Paddle's default); with
-            an accessor that push updates only the embed column, the embedx part is created after it.
+        create_on: when an id has its initial weights; its first push makes the row in both cases. ``"pull"``: a pull
+            of an id without a row gives them, so that the model trains on the weights it pulled. ``"push"``: such a
+            pull gives zeros (Paddle's default); with an accessor the first push updates only the embed column, the
+            embedx part is created after it.
         scale_gradient: workers multiply gradients by the number of samples, as Paddle does; the servers do not use it.
         bounds: how many rows a server keeps and where; ``None`` is all of them, in memory.
 

@@ -1,4 +1,4 @@
-"""SparseTable: id to row for ids without bound; rows are created when they are first needed.
+"""SparseTable: id to row for ids without bound; the first push of an id makes its row.
 
 Safe for any number of threads: a table is 64 sub-shards with a lock each, and the kernels run without the GIL.
 """
@@ -39,8 +39,8 @@ class SparseTable:
     Example:
         >>> table = SparseTable(SparseTableConfig("ads", dim=8))
         >>> keys = np.array([7, -3], np.int64)
-        >>> weights = table.pull(keys)                            # creates the rows
-        >>> table.push(keys, np.ones((2, 8), np.float32))         # one gradient row per distinct key
+        >>> weights = table.pull(keys)                            # those that their rows will begin with
+        >>> table.push(keys, np.ones((2, 8), np.float32))         # makes the rows; a gradient per distinct key
         >>> table.num_rows
         2
     """
@@ -64,8 +64,9 @@ class SparseTable:
     def pull(self, keys: Int64s, out: Float32s | None = None, *, create: bool = True) -> Float32s:
         """Returns the rows of ``keys`` as float32 [n, dim], written to ``out`` where given.
 
-        A missing row is created from the initializer if ``create`` is True, the table creates on pull, and the
-        entry policy admits the id; otherwise it reads as zeros. Repeated keys are allowed.
+        A pull makes no row. A key without one reads as the weights that its first push will begin with if ``create``
+        is True, the table's ``create_on`` is ``"pull"`` and the entry policy admits it at that push; otherwise as
+        zeros. Repeated keys are allowed.
 
         Raises:
             ConfigError: keys are not int64 of one dimension, or ``out`` does not fit.
@@ -303,11 +304,10 @@ class SparseTable:
     def _scratch(self, keys: Int64s) -> npt.NDArray[np.int64]:
         return np.empty(self._finding.scratch_words(len(keys)), np.int64)
 
-    def _pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
+    def _pull(self, keys: Int64s, out: Float32s, drawn: bool) -> None:
         scratch = self._scratch(keys)
-        arguments = (address_of(keys), len(keys), address_of(out), int(create), address_of(scratch))
-        if self._requests.pull(self._memory.address, *arguments):
-            self._memory.raise_full()
+        arguments = (address_of(keys), len(keys), address_of(out), int(drawn), address_of(scratch))
+        self._requests.pull(self._memory.address, *arguments)
 
     def _push(
         self,

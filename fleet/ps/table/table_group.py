@@ -37,27 +37,25 @@ class TableGroup:
         self._requests = load_kernels("row_requests")
         self._finding = load_kernels("finding")
 
-    def pull(self, keys: Int64s, ends: Int64s, out: Float32s, *, create: bool = True) -> Float32s:
+    def pull(self, keys: Int64s, ends: Int64s, out: Float32s, *, drawn: bool = True) -> Float32s:
         """Writes the rows of ``keys`` to ``out`` and returns it, see :meth:`SparseTable.pull`.
 
         Args:
             keys: int64 [n], contiguous.
             ends: int64 [tables], where the keys of each table end.
             out: float32 [n, columns], contiguous.
-            create: missing ids get a row.
+            drawn: ids without a row read as the weights that their rows will begin with, otherwise as zeros.
         """
         scratch = self._scratch(np.diff(ends, prepend=0))
-        failed = self._requests.pull_each(
+        self._requests.pull_each(
             address_of(self._addresses),
             address_of(ends),
             len(self.tables),
             address_of(keys),
             address_of(out),
-            int(create),
+            int(drawn),
             address_of(scratch),
         )
-        if failed:
-            self.tables[failed - 1].raise_full()
         return out
 
     def push(

@@ -78,9 +78,9 @@ class TableMemory:
         h[k.ROW_BYTES] = 4 * layout.row_floats
         h[k.HAS_STATISTICS] = layout.has_statistics
         h[k.NUM_BLOCKS] = len(layout.blocks)
-        h[k.CREATE_ON_PULL] = config.create_on == "pull"
         h[k.WHOLE_ROWS] = len(layout.blocks) == 1 or (config.create_on == "pull" and accessor.embedx_threshold <= 0)
         h[k.ADMISSION], h[k.ADMISSION_ARGUMENT] = admission_of(config.entry)
+        h[k.DRAWS] = config.create_on == "pull" and h[k.ADMISSION] != 1
         h[k.DRAW] = row_kernels.draw_address(config.initializer.code)
         h[k.GROUP] = finding.group_keys.address
         h[k.FIND] = finding.find_rows.address
@@ -92,7 +92,6 @@ class TableMemory:
         h[k.SUB_SHARDS] = subs
         self._place_in_chunks()
         h[k.TICK] = FIRST_TICK
-        h[k.HOLDS_BACK] = config.bounds is not None
         if layout.has_ranks:
             h[k.RANKED] = k.BY_COUNT if config.bounds is not None and config.bounds.evict == "lfu" else k.BY_PUSH
         f = self._floats

@@ -77,7 +77,7 @@ class MessageFlag:
     BFLOAT16 = 1  # rows of this message (of the answer, for a pull) are bfloat16
     POSITIONS = 2  # a push carries positions of streams behind its parts
     RESPONSE = 4
-    NO_CREATE = 8  # a pull does not create the rows it does not find
+    ZEROS = 8  # of a pull: ids without a row read as zeros, not as the weights that their rows will begin with
     NO_WAIT = 16  # a pull is answered at once, whatever the other workers have done
     NO_CLOCK = 32  # a push that more of the same step will follow
     # The answer to a push brings what its dense tables hold after the step, and rows that changed of watched tables.

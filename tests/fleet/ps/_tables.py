@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleet.ps import SparseTable
+from fleet.ps.embeddings.lookup import RowLookup
 from fleet.ps.table.hash import MIX_1, MIX_2
 
 DATA = Path(__file__).parents[2] / "data" / "ps"
+
+
+def make_rows(table: SparseTable, keys: npt.ArrayLike) -> None:
+    """Gives the keys rows with their initial weights, by adding zeros."""
+    made = np.asarray(keys, np.int64)
+    table.add(made, np.zeros((len(made), table.layout.num_weights), np.float32))
+
+
+def make_asked_rows(lookup: RowLookup, call: Callable[[], object]) -> SparseTable:
+    """Gives rows to the ids that ``call`` looks up in this process; returns their table."""
+    call()  # makes the table
+    source: Any = lookup.source
+    pull = source.table.pull
+    source.table.pull = lambda keys: (make_rows(source.table, keys), pull(keys))[1]
+    call()
+    source.table.pull = pull
+    table: SparseTable = source.table
+    return table
 
 
 def rows_of(table: SparseTable, rows_per_window: int = 300) -> dict[int, tuple[Any, ...]]:

@@ -38,7 +38,6 @@ class ReferenceStore:
         self._accessor = config.accessor or _NEVER_SCORED
         self._admission, self._admission_argument = admission_of(config.entry)
         self._lock = threading.RLock()
-        self._bounded = config.bounds is not None
         self._counted = config.bounds is not None and config.bounds.evict == "lfu"
         self._limit = limit_of(config)
         self.tick = 0
@@ -88,29 +87,23 @@ class ReferenceStore:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
-        """Writes the pulled columns of each key; creates missing rows where ``create`` and the policies allow."""
-        create = create and self.config.create_on == "pull"
+    def pull(self, keys: Int64s, out: Float32s, drawn: bool) -> None:
+        """Writes the pulled columns of each key; with ``drawn``, of a missing row those that it will begin with."""
+        draws = drawn and self.config.create_on == "pull" and self._admission != 1
         with self._lock:
-            asked, hits = self.pull_counts
-            made = []
-            for key in keys.tolist():
-                asked += 1
-                if key in self._places:
-                    hits += 1
-                elif create and self._admission != 1 and self._is_admitted(key):
-                    self._new_row(key)
-                    made.append(key)
-            self.pull_counts = asked, hits
+            missing = [key for key in keys.tolist() if key not in self._places]
+            self.pull_counts = self.pull_counts[0] + len(keys), self.pull_counts[1] + len(keys) - len(missing)
+            made = {key for key in missing if draws and self._is_admitted(key)}
+            for key in made:
+                self._new_row(key)
             lines, found = self._lines(keys)
             counters = self.layout.num_counters
             out[:] = 0
             out[found, counters:] = self._values[lines, : self.layout.num_weights]
             if counters:
                 out[found, :counters] = self._traffic[lines]
-            if self._bounded and create and self._admission != 1:  # as if the pull had not been
-                for key in made:
-                    self._erase(key)
+            for key in made:  # as if the pull had not been
+                self._erase(key)
 
     def push(
         self,
@@ -202,7 +195,7 @@ class ReferenceStore:
         return bool(bits * 2**32 < self._admission_argument)
 
     def _count(self, key: int, score: float) -> None:
-        self._count_push(key, 1.0 if self._bounded and self.config.create_on == "pull" else score)
+        self._count_push(key, score)
         if self.layout.has_ranks and key in self._places:
             count = min((self._ranks.get(key, 0) >> 48) + 1, MAX_ROW_COUNT) if self._counted else 0
             self._ranks[key] = (count << 48) + FIRST_TICK + self.tick
@@ -425,8 +418,8 @@ class ReferenceTable(SparseTable):
         self.chain = SaveChain()
         self.on_delete = None
 
-    def _pull(self, keys: Int64s, out: Float32s, create: bool) -> None:
-        self._memory.pull(keys, out, create)
+    def _pull(self, keys: Int64s, out: Float32s, drawn: bool) -> None:
+        self._memory.pull(keys, out, drawn)
 
     def _push(self, keys: Int64s, *gradients: Any) -> None:
         self._memory.push(keys, *gradients)
@@ -468,9 +461,9 @@ class ReferenceGroup:
     def __init__(self, tables: Sequence[SparseTable]) -> None:
         self.tables = tables
 
-    def pull(self, keys: Int64s, ends: Int64s, out: Float32s, *, create: bool = True) -> Float32s:
+    def pull(self, keys: Int64s, ends: Int64s, out: Float32s, *, drawn: bool = True) -> Float32s:
         for table, own in self._each(ends):
-            table.pull(keys[own], out[own], create=create)
+            table.pull(keys[own], out[own], create=drawn)
         return out
 
     def push(self, keys: Int64s, ends: Int64s, *arrays: Any, tick: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fleet.ps import Accessor, Rule, SparseTable, SparseTableConfig
+from tests.fleet.ps._tables import make_rows
 
 ROOT = Path(__file__).parents[3]
 TABLE = (
@@ -145,7 +146,7 @@ def test_memory_per_row(rows: int) -> None:
     table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad")))
     before = _resident_bytes()
     for start in range(0, rows, 100_000):
-        table.pull(np.arange(start, start + 100_000) * 97)
+        make_rows(table, np.arange(start, start + 100_000) * 97)
     grown = _resident_bytes() - before
     assert table.num_rows == rows
     assert table.memory_bytes / rows < (128 + 27) * 1.1
@@ -160,7 +161,7 @@ def test_statistics_cost_24_bytes() -> None:
     sizes = []
     for accessor in (None, Accessor()):
         table = SparseTable(SparseTableConfig("t", 16, Rule("adagrad"), accessor=accessor))
-        table.pull(np.arange(1_000_000))
+        make_rows(table, range(1_000_000))
         sizes.append(table.memory_bytes / 1_000_000)
         table.close()
     assert 24 <= sizes[1] - sizes[0] < 27

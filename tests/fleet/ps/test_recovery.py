@@ -166,6 +166,20 @@ def test_rows_admitted_by_their_score_are_drawn_alike_after_a_kill(tmp_path):
         assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
 
 
+def test_pulls_of_new_ids_are_not_among_what_comes_back(tmp_path):
+    """A server that was killed has the rows that it had: pulls, which no journal holds, made none."""
+    with serving(folder=tmp_path / "s") as service:
+        client = service.client(tables=TABLES)
+        for round_ in range(4):
+            train(client, 1, round_)
+            client.wait(client.pull({0: np.arange(40, 90), 2: np.arange(40, 90)}))
+            if round_ == 2:
+                client.snapshot()
+        now = state_of(service.servers[0])
+        assert len(now[0]) < 60
+        assert come_back(service, tmp_path / "s" / "server-0", tmp_path) == now
+
+
 def test_sync_gradients_that_wait_for_others_survive(tmp_path):
     with serving(mode="sync", num_workers=2, folder=tmp_path / "s") as service:
         a, b = service.client(0, tables=TABLES), service.client(1, tables=TABLES)

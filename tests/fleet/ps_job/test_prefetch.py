@@ -247,6 +247,9 @@ def test_a_load_makes_requested_rows_old(tmp_path: Any) -> None:
     def loop(own: Fleet, model: Any, optimizer: Any) -> None:
         own.init_worker()
         batch = batch_of(0, 0)
+        model(batch).backward()  # a load resets the rows of its save, and they begin with a push
+        optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
             before = model(batch).item()
         own.save_persistables(str(tmp_path / "first"))

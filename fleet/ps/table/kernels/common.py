@@ -42,12 +42,12 @@ from fleet.ps.table.kernels.numba_cache import keep_compiled
 
 # Words of the header.
 NUM_WEIGHTS, ROW_BYTES, NUM_COUNTERS, HAS_STATISTICS, NUM_BLOCKS = 0, 1, 2, 3, 4
-CREATE_ON_PULL, WHOLE_ROWS, ADMISSION, ADMISSION_ARGUMENT = 5, 6, 7, 8
+DRAWS, WHOLE_ROWS, ADMISSION, ADMISSION_ARGUMENT = 5, 6, 7, 8
 RANKS_AT, RANKED, ZERO_INIT, DAY, SCALES_BY_SHOW, CREATE_BY_SCORE, FLOATS = 9, 10, 11, 12, 13, 14, 15
 BLOCKS, BLOCK_WORDS = 16, 8
 SUB_SHARDS, CHUNK_BYTES, SLAB_AT, SLAB_LEFT, SLAB_BYTES, NUM_SLABS, SLABS, SLABS_ROOM = 32, 33, 34, 35, 36, 37, 38, 39
 GROUP, FIND, ADMIT, DRAW = 40, 41, 42, 43
-TICK, HOLDS_BACK = 44, 45  # the rank that pushes write; pulls create no rows
+TICK = 44  # the rank that pushes write
 ROW_STRIDE, STATISTICS_AT, STATISTICS_STRIDE, RANK_STRIDE = 46, 47, 53, 54  # in a chunk
 TABLE_LOCK, HEADER_WORDS = 48, 64
 # Rows on disk: where the mapping begins and ends (0 without), its next chunk and the bytes left for chunks, rows of it

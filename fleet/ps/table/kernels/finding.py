@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The start of every request, as C functions: group the keys by sub-shard, find or create their rows."""
+"""The start of every request, as C functions: group the keys by sub-shard, find their rows, make those of pushes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from fleet.ps.table.kernels.common import (
     sub_shard_of,
     words,
 )
-from fleet.ps.table.kernels.row_kernels import COUNT, CREATE, FIND_ONLY
+from fleet.ps.table.kernels.row_kernels import COUNT, FIND_ONLY
 
 _AHEAD = 12  # keys between the prefetch of an index line and its use
 SMALL_BATCH = 4096
@@ -162,8 +162,8 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
     """Writes the slots of ``n`` mixed bits (-1 for no row).
 
     Starts loading ``line_bytes`` of each row, and of each key's line of ``data`` (``data_bytes`` long, in input order).
-    ``mode`` FIND_ONLY looks, CREATE creates missing rows, COUNT and ADD also count a push; of pulls,
-    which have ``data``, the ids are counted. Returns 1 without memory. The caller holds the sub-shard's lock.
+    ``mode`` FIND_ONLY looks, COUNT and ADD make missing rows and count a push; of pulls, which have
+    ``data``, the ids are counted. Returns 1 without memory. The caller holds the sub-shard's lock.
     """
     header, shard, wanted, found, places = words(table), words(sub), words(hashes), words(slots), ints(order)
     counts_more = header[HAS_STATISTICS] != 0 or header[RANKED] != UNRANKED
@@ -210,7 +210,7 @@ def find_rows(table, sub, hashes, order, n, mode, shows, clicks, nonce, slots, l
             # An admission may have grown the index and the list of chunks.
             index, capacity, chunks = shard[INDEX], shard[CAPACITY], words(shard[CHUNKS])
         found[i] = slot
-    if mode <= CREATE and data != 0:
+    if mode == FIND_ONLY and data != 0:
         shard[ASKED] += n
         shard[MISSED] += missed
     return i64(0)

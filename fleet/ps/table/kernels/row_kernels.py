@@ -32,7 +32,6 @@ from fleet.ps.table.kernels.common import (
     COLD_LIMIT,
     COLUMN,
     CREATE_BY_SCORE,
-    CREATE_ON_PULL,
     DAY,
     DISK_FILE,
     DISK_FROM,
@@ -47,7 +46,6 @@ from fleet.ps.table.kernels.common import (
     FREE_SLOT,
     HAS_EMBEDX,
     HAS_STATISTICS,
-    HOLDS_BACK,
     HOT_CHUNKS,
     HOT_ROWS,
     IN_MEMORY,
@@ -255,7 +253,7 @@ def draw_address(kind: int) -> int:
 
 
 # What a find does with the ids it meets; COUNT is a push, ADD the same without the gate of create_by_score.
-FIND_ONLY, CREATE, COUNT, ADD = 0, 1, 2, 3
+FIND_ONLY, COUNT, ADD = 0, 1, 2
 # Columns that no weight has: admission and creation draw random numbers of their own.
 _COLUMN_ADMISSION, _COLUMN_CREATION = -2, -3
 
@@ -551,25 +549,17 @@ def meta_of(table, slot, count, has_embedx):
 
 @c_function(i64(*ADMIT_ARGUMENTS))
 def admit(table, sub, h, at, mode, score, nonce):
-    """Gives a missing id its entry (``at`` 0), or counts a push on an id not admitted yet, and the row if admitted.
+    """Gives a pushed id its entry (``at`` 0), or counts a push on an id not admitted yet, and the row if admitted.
 
     Returns the slot, -1 for none, -2 without memory.
     """
     header = words(table)
-    count = i64(0)
-    needed = i64(1)
-    # A bounded table makes no rows in pulls: a push then creates the row that its pull would have created.
-    pulled = header[HOLDS_BACK] != 0 and header[CREATE_ON_PULL] != 0
-    if at == 0 and not may_start(table, h, score if mode == COUNT and not pulled else 1.0, nonce):
+    count = i64(1)
+    if at == 0 and not may_start(table, h, score if mode == COUNT else 1.0, nonce):
         return i64(-1)
-    if header[ADMISSION] == 1:
-        needed = header[ADMISSION_ARGUMENT]
-        if mode == CREATE:
-            return i64(-1)
     if at != 0:
-        count = words(at)[1] & PENDING_COUNT
-    count += mode >= COUNT
-    if mode >= COUNT and count < needed:
+        count += words(at)[1] & PENDING_COUNT
+    if header[ADMISSION] == 1 and count < header[ADMISSION_ARGUMENT]:
         meta = meta_of(table, PENDING | count, i64(0), False)
         if at == 0:
             return i64(-1) if insert_entry(sub, h, meta) != 0 else i64(-2)

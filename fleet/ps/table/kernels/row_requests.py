@@ -9,20 +9,18 @@ status of 1 means that memory ran out.
 from __future__ import annotations
 
 from fleet.ps.table.kernels.common import (
-    ADMISSION,
     BLOCK_WORDS,
     BLOCKS,
     BY_COUNT,
     COLUMN,
-    CREATE_ON_PULL,
     DISK_FROM,
+    DRAWS,
     EMBEDX_THRESHOLD,
     FIND,
     FLOATS,
     GROUP,
     HAS_EMBEDX,
     HAS_STATISTICS,
-    HOLDS_BACK,
     IN_MEMORY,
     LOW32,
     NUM_BLOCKS,
@@ -61,7 +59,6 @@ from fleet.ps.table.kernels.finding import HASHES, SMALL_BATCH, order_in, rows_i
 from fleet.ps.table.kernels.row_kernels import (
     ADD,
     COUNT,
-    CREATE,
     FIND_ONLY,
     draw_weights,
     find,
@@ -147,40 +144,41 @@ def let_go(table, scratch, n, first):
 
 
 @kernel
-def pull(table, keys, n, out, create, scratch):
-    """Writes the pulled columns of each key to ``out``, zeros for a missing row."""
+def pull(table, keys, n, out, drawn, scratch):
+    """Writes the pulled columns of each key to ``out``; no row is made.
+
+    Those of a missing row are the weights that it would begin with where ``drawn`` is not 0 and the table draws them,
+    else zeros.
+    """
     header, bounds = words(table), words(scratch)
-    status = first = 0
-    # Where rows are held back a pull shows the weights that a row would begin with, and creates none.
-    creates = create != 0 and header[CREATE_ON_PULL] != 0
-    mode = i64(CREATE) if creates and header[HOLDS_BACK] == 0 else i64(FIND_ONLY)
-    draws = creates and header[HOLDS_BACK] != 0 and header[ADMISSION] != 1
+    first = 0
+    draws = drawn != 0 and header[DRAWS] != 0
     call_group(header[GROUP], table, keys, n, scratch)
     line_bytes, out_bytes = min(4 * header[NUM_WEIGHTS], LINE_BYTES), 4 * (header[NUM_COUNTERS] + header[NUM_WEIGHTS])
-    while first < 64 and status == 0:
-        status = hold(table, scratch, n, first, mode, 0, 0, 0, line_bytes, out, out_bytes)
-        for s in range(first, first + span_of(n) if status == 0 else first):
+    while first < 64:
+        hold(table, scratch, n, first, FIND_ONLY, 0, 0, 0, line_bytes, out, out_bytes)
+        for s in range(first, first + span_of(n)):
             lo, m = bounds[s], bounds[s + 1] - bounds[s]
             sub = header[SUB_SHARDS] + 8 * SUB_WORDS * s
             hashes = scratch + 8 * (HASHES + lo) if draws else 0
             copy_out(table, sub, order_in(scratch, n) + 4 * lo, m, slots_in(scratch, n) + 8 * lo, out, hashes)
         let_go(table, scratch, n, first)
         first += span_of(n)
-    return status
+    return 0
 
 
 @kernel
-def pull_each(tables, ends, count, keys, out, create, scratch):
+def pull_each(tables, ends, count, keys, out, drawn, scratch):
     """Does for each of ``count`` tables what :func:`pull` does, with its keys and rows behind those of the one before.
 
-    Returns the number of the table without memory, from 1.
+    A table without keys is left alone.
     """
     start = i64(0)
     for i in range(count):
         table, n = words(tables)[i], words(ends)[i] - start
         line_bytes = 4 * (words(table)[NUM_COUNTERS] + words(table)[NUM_WEIGHTS])
-        if n != 0 and pull(table, keys + 8 * start, n, out + line_bytes * start, create, scratch) != 0:
-            return i + 1
+        if n != 0:
+            pull(table, keys + 8 * start, n, out + line_bytes * start, drawn, scratch)
         start += n
     return 0
 
@@ -297,7 +295,10 @@ def push(table, keys, n, gradients, shows, clicks, features, nonce, scratch):
 
 @kernel
 def push_each(tables, ends, count, keys, gradients, shows, clicks, features, nonce, tick, scratch):
-    """Does for each of ``count`` tables what :func:`push` does, as change ``tick``; returns as :func:`pull_each`."""
+    """Does for each of ``count`` tables what :func:`push` does, as change ``tick``.
+
+    Returns the number of the table without memory, from 1.
+    """
     start = i64(0)
     for i in range(count):
         table, n = words(tables)[i], words(ends)[i] - start

@@ -32,7 +32,7 @@ from fleet.ps import (
 from fleet.ps.files.manifest import read_parts
 from fleet.ps.files.table_files import check_save_mode
 from fleet.ps.table.partition import range_bounds
-from tests.fleet.ps._tables import rows_of
+from tests.fleet.ps._tables import make_rows, rows_of
 from tests.fleet.ps.reference_store import table_of
 
 CONFIGS = {
@@ -91,7 +91,7 @@ def test_three_servers_to_two(name: str, routing: str, tmp_path: Path) -> None:
 def test_ranges_leave_blocks_unread(tmp_path: Path) -> None:
     """Study 3: a loader reads what it will hold, not the whole save."""
     table = SparseTable(CONFIGS["plain adam"])
-    table.pull(np.arange(50_000))
+    make_rows(table, range(50_000))
     save_table(table, tmp_path)
     data = next((tmp_path / "t").glob("*.rows"))
     content = bytearray(data.read_bytes())
@@ -288,7 +288,7 @@ def test_layouts_of_other_programs_are_named(inside: bool, name: str, tmp_path: 
 def test_table_names_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
     """A table's name cannot leave the checkpoint's folder."""
     table = SparseTable(replace(CONFIGS["plain adam"], name=name))
-    table.pull(np.arange(5))
+    make_rows(table, range(5))
     save_table(table, tmp_path / "c")
     assert [path.parent for path in (tmp_path / "c").iterdir()] == [tmp_path / "c"]
     assert sorted(tmp_path.iterdir()) == [tmp_path / "c"]

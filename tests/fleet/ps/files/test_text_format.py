@@ -22,7 +22,7 @@ from fleet.ps import (
     servers_of_keys,
 )
 from fleet.ps.table.rules import RULES
-from tests.fleet.ps._tables import DATA, rows_of
+from tests.fleet.ps._tables import DATA, make_rows, rows_of
 from tests.fleet.ps.reference_store import table_of
 
 
@@ -117,13 +117,13 @@ def test_wrong_lines(line: str, word: str, tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=f"part-000-00000.*{word}"):
                 load(table, tmp_path)
         assert rows_of(table) == before
-        table.pull(np.array([5, 6]))
+        make_rows(table, [5, 6])
 
 
 def test_damaged_gz(tmp_path: Path) -> None:
     """A cut or scrambled compressed part is refused by name."""
     table = SparseTable(SparseTableConfig("t", 4, Rule("sgd")))
-    table.pull(np.arange(100))
+    make_rows(table, range(100))
     path = export_text(table, tmp_path, compress=True).path
     whole = path.read_bytes()
     for damaged in (whole[:-20], whole[:40] + b"\0\0\0\0" + whole[44:], b"plain"):

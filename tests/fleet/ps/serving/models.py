@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fleet import fleet
 from fleet.ps import Initializer, Rule, SparseTable, SparseTableConfig, save_table
+from tests.fleet.ps._tables import make_asked_rows
 
 
 class EveryForm(nn.Module):
@@ -46,11 +47,8 @@ def inputs(samples: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 def save_rows(model: EveryForm, folder: Path) -> None:
     """Saves the tables that the servers would have for ``model``."""
-    with torch.no_grad():
-        for seed in range(20):
-            model(*inputs(20, seed))
     for name, module in (("bags", model.bags), ("shared", model.flat)):
-        source = module.lookup.source.table  # type: ignore[union-attr]
+        source = make_asked_rows(module.lookup, lambda: [model(*inputs(20, seed)) for seed in range(20)])
         table = SparseTable(dataclasses.replace(source.config, name=name))
         for block in source.blocks():
             table.insert(block)

@@ -66,7 +66,7 @@ def test_adam_beyond_the_table_of_corrections(use_kernels: bool) -> None:
     config = SparseTableConfig("t", 1, rule, initializer=Initializer("constant", 1.0))
     table = table_of(config, use_kernels)
     keys = np.array([1])
-    table.pull(keys)
+    table.push(keys, np.zeros((1, 1), np.float32))
     block = next(table.blocks())
     # Row: w, m, v, t.
     block.values[0] = (1.0, 0.5, 0.25, 20000.0)

@@ -42,12 +42,23 @@ def _ones(table: SparseTable, n: int = 1) -> np.ndarray:
     return np.ones((n, table.layout.num_weights), np.float32)
 
 
-def test_pull_creates_and_push_applies_to_what_was_pulled(use_kernels: bool) -> None:
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize(
+    "accessor", [None, Accessor(zero_init=False), Accessor("UnitAccessor", embedx_threshold=5, zero_init=False)]
+)
+def test_a_pull_shows_what_the_first_push_begins_with_and_makes_no_row(
+    use_kernels: bool, kind: str, accessor: Accessor | None
+) -> None:
     """Decision 8: the model trains on the weights it pulled."""
-    table = _table(use_kernels)
-    assert table.pull(ONE).tolist() == [[0.5] * 4]
-    table.push(ONE, _ones(table))
-    assert table.pull(ONE).tolist() == [[-0.5] * 4]
+    table = _table(use_kernels, dim=6, initializer=Initializer(kind, -1.0, 1.0), accessor=accessor)
+    keys = np.array([3, -7, 3, 2**62])
+    pulled = table.pull(keys)
+    assert pulled[:, -table.layout.num_weights :].any()
+    assert (table.num_rows, table.contains(keys).any(), len(rows_of(table))) == (0, False, 0)
+    assert table.pull_counts == (4, 0)
+    table.push(np.unique(keys), 0 * _ones(table, 3), np.zeros(3, np.float32))
+    np.testing.assert_array_equal(table.pull(keys), pulled)
+    assert table.num_rows == 3
 
 
 def test_pull_without_create_leaves_no_trace(use_kernels: bool) -> None:
@@ -121,7 +132,7 @@ def test_probability_entry(use_kernels: bool) -> None:
         table.push(keys, _ones(table, len(keys)))
     assert 0.18 < table.num_rows / len(keys) < 0.22
     other = _table(use_kernels, entry=ProbabilityEntry(0.2), seed=5)
-    other.pull(keys[::-1].copy())
+    other.push(keys[::-1].copy(), _ones(other, len(keys)))
     assert other.contains(keys).tolist() == table.contains(keys).tolist()
 
 

@@ -44,8 +44,8 @@ def test_a_group_does_what_its_tables_do(kind: str) -> None:
         keys = [rng.choice(9000, int(n), replace=False).astype(np.int64) for n in rng.integers(0, 1500, len(alone))]
         ends = np.cumsum([len(some) for some in keys])
         joined = np.concatenate(keys)
-        create = bool(tick % 2)
-        rows = group.pull(joined, ends, np.empty((len(joined), columns), np.float32), create=create)
+        drawn = bool(tick % 2)
+        rows = group.pull(joined, ends, np.empty((len(joined), columns), np.float32), drawn=drawn)
         gradients = rng.standard_normal((len(joined), width), np.float32)
         shows = rng.integers(1, 4, len(joined)).astype(np.float32) if kind == "counted" else None
         clicks = None if shows is None else (shows > 2).astype(np.float32)
@@ -55,7 +55,7 @@ def test_a_group_does_what_its_tables_do(kind: str) -> None:
         for one, twin, some in zip(alone, together, keys, strict=True):
             own = slice(start, start + len(some))
             start += len(some)
-            np.testing.assert_array_equal(one.pull(some, create=create), rows[own])
+            np.testing.assert_array_equal(one.pull(some, create=drawn), rows[own])
             given = (None if array is None else array[own] for array in (shows, clicks, slots))
             one.push(some, gradients[own], *given, tick=tick)
             assert sorted(one.evict().tolist()) == sorted(twin.evict().tolist())
@@ -83,6 +83,6 @@ def test_rows_on_disk_are_moved_there_as_by_one_table(tmp_path: Any) -> None:
 def test_the_table_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = tables_of("plain")
     group = TableGroup(tables)
-    monkeypatch.setattr(group._requests, "pull_each", lambda *arguments: 2)
+    monkeypatch.setattr(group._requests, "push_each", lambda *arguments: 2)
     with pytest.raises(PSError, match="'plain1': out of memory"):
-        group.pull(np.arange(3), np.array([1, 2, 3]), np.empty((3, 4), np.float32))
+        group.push(np.arange(3), np.array([1, 2, 3]), np.zeros((3, 4), np.float32), tick=1)
