@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.publishing.versions import EXPORT
 
-EXPORT = "export.json"
 _FORMAT = 1
 
 

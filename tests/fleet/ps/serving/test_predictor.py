@@ -12,6 +12,7 @@ from fleet import fleet
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps import Predictor, Reader, SparseTable, SparseTableConfig, export, save_table
 from fleet.ps.publishing.folder_sink import FolderSink
+from fleet.ps.serving import predictor as predictor_module
 from tests.fleet.ps.serving.deltas import DIM, Chain
 from tests.fleet.ps.serving.models import EveryForm, inputs, save_rows
 
@@ -45,8 +46,8 @@ def test_a_program_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch
     texts = [(tmp_path / "export.json").read_bytes()]
     for _ in range(2):
         export(model, (torch.tensor([1, 2]),), tmp_path)
-    read = Predictor._text
-    monkeypatch.setattr(Predictor, "_text", lambda self: texts.pop() if texts else read(self))
+    read = predictor_module._text
+    monkeypatch.setattr(predictor_module, "_text", lambda folder: texts.pop() if texts else read(folder))
     assert Predictor(tmp_path)(torch.tensor([1])).shape == (1, DIM)
 
 

@@ -16,8 +16,9 @@ import torch
 
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.ps import Reader, Rule, SparseEmbedding, SparseTableConfig, save_table
-from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.redis_sink import RedisSink
+from fleet.ps.publishing.versions import MANIFEST
 from tests.fleet.ps.reference_store import ReferenceTable
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 from tests.helpers.redis_server import RedisServer, missing
