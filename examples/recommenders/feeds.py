@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +125,11 @@ def pairs(items: Tensor, offsets: Tensor, window: int) -> tuple[Tensor, Tensor]:
         centres += [earlier, later]
         contexts += [later, earlier]
     return torch.cat(centres), torch.cat(contexts)
+
+
+def inputs_of(net: Any) -> tuple[str, ...]:
+    """Returns the columns of the impressions that a model takes."""
+    return (*net.USER_INPUTS, *net.ITEM_INPUTS) if hasattr(net, "USER_INPUTS") else net.INPUTS
 
 
 def test_day(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:

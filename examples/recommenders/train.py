@@ -7,20 +7,19 @@ python examples/recommenders/train.py --model din --torch
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed
+from feeds import Feed, inputs_of, test_day
 from models import MODELS
+from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
 from report import Report
 from tables import Tables
-from torch import nn
 
-from fleet import fleet
+from fleet import fleet, ps
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
             fleet.shrink()
     report.end(evaluate(net, folder))
     if args.save:
-        save(net, batch, args.save)
+        save(net, folder, Path(args.save))
     fleet.stop_worker()
 
 
@@ -114,17 +113,25 @@ def make_feed(
     args: argparse.Namespace, settings: dict[str, Any], folder: Path, net: Any, share: tuple[int, int] | None
 ) -> Feed:
     """Returns the batches of this worker, or of worker ``share``."""
-    made = (args.model, folder, net.INPUTS, settings["sampling"], settings["batch_size"], args.seed)
+    made = (args.model, folder, inputs_of(net), settings["sampling"], settings["batch_size"], args.seed)
     return Feed(*made, args.max_batches, share)
 
 
-def save(net: Any, batch: dict[str, torch.Tensor], folder: str) -> None:
-    """Writes the tables and, of models that answer for a batch, the program."""
-    example = {name: batch[name] for name in net.INPUTS if name in batch}
-    if len(example) == len(net.INPUTS):
-        fleet.save_inference_model(dirname=folder, example_inputs=(example,))
-    else:  # vectors: look rows up with fleet.ps.Reader
-        fleet.save_inference_model(dirname=folder)
+def save(net: Any, folder: Path, target: Path) -> None:
+    """Writes the tables and the program; of a model that ranks all items, one for users and one for items."""
+    batch = next(iter(test_day(folder, inputs_of(net))))
+
+    def example(part: Any) -> tuple[dict[str, torch.Tensor]]:
+        return ({name: batch[name] for name in part.INPUTS},)
+
+    if hasattr(net, "INPUTS"):
+        fleet.save_inference_model(dirname=str(target), example_inputs=example(net))
+        return
+    fleet.save_inference_model(dirname=str(target))
+    if fleet.is_first_worker():
+        for side in ("user", "item"):
+            part = Vectors(net, side)
+            ps.export(part, example(part), target / side)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ ITEM_COLUMNS = ("item", "category", "brand", "price")
 class UserTower(nn.Module):
     """The vector of a user: of the id, the age, and the mean of the items in the history."""
 
-    INPUTS = ("user", "age", "history", "history.offsets")
-
     def __init__(self, table: Table, items: nn.Module, dim: int, layers: Sequence[int], width: int) -> None:
         super().__init__()
         self.fields = Fields(table, dim, ("user", "age"))
@@ -33,8 +31,6 @@ class UserTower(nn.Module):
 
 class ItemTower(nn.Module):
     """The vector of an item: of its id, category, brand and price."""
-
-    INPUTS = ITEM_COLUMNS
 
     def __init__(self, table: Table, dim: int, layers: Sequence[int], width: int) -> None:
         super().__init__()
@@ -62,7 +58,8 @@ class DSSM(nn.Module):
         in_batch: whether the other items of the batch are candidates.
     """
 
-    INPUTS = (*UserTower.INPUTS, *ITEM_COLUMNS)
+    USER_INPUTS = ("user", "age", "history", "history.offsets")
+    ITEM_INPUTS = ITEM_COLUMNS
 
     def __init__(
         self,

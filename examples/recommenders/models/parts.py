@@ -37,6 +37,26 @@ class Fields(nn.Module):
         return torch.stack([table(batch[name]) for name, table in self.tables.items()], 1)
 
 
+class Vectors(nn.Module):
+    """The users or the items of a model that ranks all items, as a module that can be exported alone.
+
+    Args:
+        net: DSSM, word2vec or SASRec.
+        side: ``"user"`` or ``"item"``.
+    """
+
+    def __init__(self, net: nn.Module, side: str) -> None:
+        super().__init__()
+        self.net = net
+        self.side = side
+        self.INPUTS: tuple[str, ...] = getattr(net, f"{side.upper()}_INPUTS")
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns their vectors, float32 [batch, dim]."""
+        found: Tensor = getattr(self.net, f"of_{self.side}s")(batch)
+        return found
+
+
 def perceptron(inputs: int, layers: Sequence[int], outputs: int = 1) -> nn.Sequential:
     """Returns linear layers with ReLU between them."""
     sizes = [inputs, *layers]

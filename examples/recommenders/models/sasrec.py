@@ -45,7 +45,8 @@ class SASRec(nn.Module):
         heads: of the attention.
     """
 
-    INPUTS = ("history", "history.offsets", "item")
+    USER_INPUTS = ("history", "history.offsets")
+    ITEM_INPUTS = ("item",)
 
     def __init__(self, table: Table, dim: int = 32, length: int = 50, blocks: int = 2, heads: int = 1) -> None:
         super().__init__()

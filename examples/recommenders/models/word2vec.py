@@ -18,7 +18,8 @@ class Word2Vec(nn.Module):
         dim: values of a row.
     """
 
-    INPUTS = ("history", "history.offsets", "item")
+    USER_INPUTS = ("history", "history.offsets")
+    ITEM_INPUTS = ("item",)
 
     def __init__(self, table: Table, dim: int = 16) -> None:
         super().__init__()
