@@ -33,7 +33,7 @@ class DeepFM(nn.Module):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the logits of ``click`` [batch]."""
         rows, price = self.fields(batch), log_price(batch)
-        weights, vectors = rows[..., 0], rows[..., 1:]
+        weights, vectors = rows[..., 0], rows[..., 1:].contiguous()
         # Twice the sum over all pairs is the square of the sum minus the sum of the squares.
         pairs = 0.5 * (vectors.sum(1).square() - vectors.square().sum(1)).sum(1)
         deep = self.deep(torch.cat([vectors.flatten(1), price], 1))

@@ -36,7 +36,7 @@ class DIN(nn.Module):
         """Returns the logits of ``click`` [batch]."""
         rows = self.fields(batch)
         tables, history = self.fields.tables, batch["history"]
-        target = rows[:, 1:3].flatten(1)  # item and category
+        target = torch.cat([rows[:, 1], rows[:, 2]], 1)  # item and category
         seen = torch.cat([tables["item"](history), tables["category"](batch["history_category"])], 1)
         interest = self.interest(target, seen, history, owners(history, batch["history.offsets"]))
         inputs = [rows.flatten(1), interest, interest * target, log_price(batch)]

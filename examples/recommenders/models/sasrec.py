@@ -71,7 +71,7 @@ class SASRec(nn.Module):
         """Returns the output at the last item of each user's history, [batch, dim]."""
         items = padded(batch["history"], batch["history.offsets"], len(self.places))
         last = (items != 0).sum(1).sub(1).clamp(min=0)
-        return self.encoded(self.items(items))[torch.arange(len(last)), last]
+        return self.encoded(self.items(items))[torch.arange(last.shape[0]), last]
 
     def of_items(self, batch: Batch) -> Tensor:
         """Returns the rows of the items, [batch, dim]."""
