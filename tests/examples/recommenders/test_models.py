@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fleet
-from tests.examples.recommenders.example import batch_of, example_module, small_net
+from tests.examples.recommenders.example import example_module
+from tests.examples.recommenders.small_models import batch_of, small_net
 
 models = example_module("models")
 parts = example_module("models.parts")

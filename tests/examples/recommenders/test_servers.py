@@ -12,7 +12,8 @@ import torch
 
 import fleet
 from fleet.facade import Fleet
-from tests.examples.recommenders.example import batch_of, example_module, small_net
+from tests.examples.recommenders.example import example_module
+from tests.examples.recommenders.small_models import batch_of, small_net
 from tests.helpers.served import run_job, strategy_of
 
 models = example_module("models")

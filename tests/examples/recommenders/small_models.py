@@ -1,48 +1,15 @@
-"""The recommenders for their tests: the modules of the example, batches, and the script with and without servers."""
+"""Training of the recommenders for their tests: small models, random batches, and the script's commands."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.examples.scripts import ROOT
-
-EXAMPLE = ROOT / "examples" / "recommenders"
-NAMES = {path.stem for path in EXAMPLE.glob("*.py")} | {path.parent.name for path in EXAMPLE.glob("*/__init__.py")}
-_LOADED: dict[str, ModuleType] = {}
-
-
-def example_module(name: str) -> ModuleType:
-    """Returns a module of this example; another example has modules with the same names, and both stay whole."""
-    with only_this_example():
-        return importlib.import_module(name)
-
-
-@contextmanager
-def only_this_example() -> Iterator[None]:
-    """Lets ``import options`` find this example's module, and nobody else's, until the block ends."""
-    others = _taken_out()
-    sys.modules.update(_LOADED)
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        _LOADED.update(_taken_out())
-        sys.modules.update(others)
-
-
-def _taken_out() -> dict[str, ModuleType]:
-    own = [name for name in sys.modules if name.partition(".")[0] in NAMES]
-    return {name: sys.modules.pop(name) for name in own}
+from tests.examples.recommenders.example import EXAMPLE, example_module
 
 
 def alone(*arguments: str) -> list[str]:
