@@ -27,9 +27,8 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     shown = shop.shown
-    print(
-        f"{folder}: {shown.click.size} impressions, {shown.click.sum():.0f} clicks, {shown.purchase.sum():.0f} purchases"
-    )
+    counts = f"{shown.click.size} impressions, {shown.click.sum():.0f} clicks, {shown.purchase.sum():.0f} purchases"
+    print(f"{folder}: {counts}")
 
 
 if __name__ == "__main__":

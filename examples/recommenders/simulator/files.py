@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from formats.columns import Columns, Lists, write_columns
+from formats.histories import Clicks, clicks_of_sessions, clicks_of_users, histories, sorted_clicks
 from numpy.typing import NDArray
 
-from simulator.histories import Clicks, Lists, clicks_of_sessions, clicks_of_users, histories, sorted_clicks
 from simulator.items import Items, make_items
 from simulator.sessions import Pages, Shown, make_pages, show_day
 from simulator.settings import DAY_S, PAGE, START_S, Settings
 from simulator.users import Users, make_users
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}: the simulator needs `pip install '.[parquet]'`, run in the clone.") from None
-
-Columns = Mapping[str, NDArray[np.generic] | Lists]
 HISTORY = 20
-GROUP_ROWS = 50_000
 SHORTEST_SEQUENCE = 3
 SHORTEST_SESSION = 2
 
@@ -83,11 +75,11 @@ def write_shop(shop: Shop, folder: Path) -> None:
     clicks = shop.clicks(days)
     for day in range(days):
         part = "test" if day == days - 1 else "train"
-        _write(folder / "impressions" / part / f"day-{day:02d}.parquet", impressions_of(shop, clicks, day))
+        write_columns(folder / "impressions" / part / f"day-{day:02d}.parquet", impressions_of(shop, clicks, day))
     for name, columns in sequences_of(shop).items():
-        _write(folder / "sequences" / name / "part-0.parquet", columns)
-    _write(folder / "sessions" / "part-0.parquet", sessions_of(shop))
-    _write(folder / "items.parquet", items_of(shop))
+        write_columns(folder / "sequences" / name / "part-0.parquet", columns)
+    write_columns(folder / "sessions" / "part-0.parquet", sessions_of(shop))
+    write_columns(folder / "items.parquet", items_of(shop))
     (folder / "shop.json").write_text(json.dumps(asdict(shop.settings), indent=1) + "\n", encoding="utf-8")
 
 
@@ -132,9 +124,7 @@ def sequences_of(shop: Shop) -> dict[str, Columns]:
     upto = Clicks(*(column[~follows] for column in clicks))
     found = clicks_of_users(upto, SHORTEST_SEQUENCE)
     ends_there = upto.second[found.values[found.offsets[1:] - 1]] >= (days - 1) * DAY_S
-    lengths = np.diff(found.offsets)
-    kept = np.repeat(ends_there, lengths)
-    test = Lists(found.values[kept], np.concatenate([[0], np.cumsum(lengths[ends_there])]))
+    test = found.rows(ends_there)
     return {"train": _sequences(shop, before, train), "test": _sequences(shop, upto, test)}
 
 
@@ -167,15 +157,3 @@ def items_of(shop: Shop) -> Columns:
         "shown": np.bincount(shown, minlength=count),
         "clicked": np.bincount(clicked, minlength=count),
     }
-
-
-def _write(path: Path, columns: Columns) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {name: _array(values) for name, values in columns.items()}
-    pq.write_table(pa.table(arrays), path, row_group_size=GROUP_ROWS)
-
-
-def _array(values: NDArray[np.generic] | Lists) -> pa.Array:
-    if isinstance(values, Lists):
-        return pa.ListArray.from_arrays(pa.array(values.offsets.astype(np.int32)), pa.array(values.values))
-    return pa.array(values)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from formats.ids import ids_of
 from numpy.typing import NDArray
 
-from simulator.ids import ids_of
 from simulator.settings import TOPICS, Settings
 
 Floats = NDArray[np.float32]

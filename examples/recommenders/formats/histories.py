@@ -7,28 +7,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.settings import DAY_S
+from formats.columns import Lists
 
 Integers = NDArray[np.int64]
-
-
-class Lists(NamedTuple):
-    """Lists of integers, one a row.
-
-    Args:
-        values: int64, those of all rows.
-        offsets: int64 [rows + 1], where each row begins and the last one ends.
-    """
-
-    values: Integers
-    offsets: Integers
 
 
 class Clicks(NamedTuple):
     """All clicks, by user and then by time.
 
     Args:
-        user, session, second, item: int64 [clicks]; user and item are places, second counts from day 0.
+        user, session, second, item: int64 [clicks]; user and item are places.
     """
 
     user: Integers
@@ -69,8 +57,8 @@ def clicks_of_sessions(clicks: Clicks, least: int) -> Lists:
 
 
 def _moments(user: Integers, second: Integers) -> Integers:
-    # Seconds of up to 2**20 days, and users up to 2**26: well within 63 bits.
-    return user * (DAY_S << 20) + second
+    # Seconds since 1970 take 31 bits, which leaves 2**26 users.
+    return (user << 36) + second
 
 
 def _runs(keys: Integers, least: int) -> Lists:
