@@ -39,7 +39,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=positive_int, default=2, help="with --torch: workers whose batches make one step (default: 2)"
     )
-    parser.add_argument("--data", metavar="DIR", help="a folder of simulate.py (default: output/shop, made if missing)")
+    parser.add_argument("--data", help="what to train on, as sources.py names it (default: a small simulated shop)")
     parser.add_argument("--config", metavar="FILE", help="settings (default: configs/MODEL.yaml)")
     parser.add_argument("--epochs", type=positive_int, help="passes over the data (default: as configured)")
     parser.add_argument("--batch-size", type=positive_int, help="rows per step of a worker (default: as configured)")

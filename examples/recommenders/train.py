@@ -17,9 +17,12 @@ from models import MODELS
 from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
 from report import Report
+from sources import open_data
 from tables import Tables
 
 from fleet import fleet, ps
+
+SHOP = "simulated:users=4000,items=3000,days=5,impressions=300000"
 
 
 def main() -> None:
@@ -95,9 +98,7 @@ def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 
 def open_shop(given: str | None) -> Path:
     """Returns the folder of the data; without one, a small shop is simulated, once."""
-    if given:
-        return Path(given)
-    raise SystemExit("--data is needed")
+    return open_data(given or SHOP)
 
 
 def make_net(args: argparse.Namespace, settings: dict[str, Any]) -> Any:
