@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
 
 
-def check_interval(call: str, every_s: object) -> None:
+def check_interval(call: str, every_s: Any) -> None:
     """Raises :class:`ConfigError` unless ``every_s``, an argument of ``call``, is a number of seconds above 0."""
     number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
     if not number or not 0 < every_s < threading.TIMEOUT_MAX:

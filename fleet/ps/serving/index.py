@@ -250,7 +250,7 @@ class Index:
 
     def _vectors(self, changes: Changes, dim: int | None) -> Float32s:
         """Returns the vectors of the changed rows; raises unless they are finite, with ``dim`` columns."""
-        found = changes.rows
+        found: Any = changes.rows
         if self._encode is not None:
             spans = [slice(start, start + _ENCODED) for start in range(0, max(1, len(changes.ids)), _ENCODED)]
             found = np.concatenate([self._encoded(changes.ids[span], changes.rows[span], dim) for span in spans])
@@ -262,7 +262,7 @@ class Index:
             )
         return vectors
 
-    def _encoded(self, ids: Int64s, rows: Float32s, dim: int | None) -> Float32s:
+    def _encoded(self, ids: Int64s, rows: Float32s, dim: int | None) -> Any:
         assert self._encode is not None
         vectors = _array(self._encode(ids, rows))
         fits = vectors.ndim == 2 and vectors.dtype.kind == "f" and len(vectors) == len(ids)
