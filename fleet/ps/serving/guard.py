@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fleet.common.own_thread import OwnThread
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import ConfigError
 from fleet.ps.publishing.versions import Version, publisher_folder, read_brake, roll_back
+from fleet.ps.serving.follower import Follower, check_interval
 from fleet.ps.serving.reader import Reader
 
 Metric = Callable[[Reader], Any]
@@ -31,8 +31,7 @@ class Guard:
         self._drop = drop
         self._on_roll_back = on_roll_back
         self._checking = threading.Lock()
-        self._stop: threading.Event | None = None
-        self._thread: OwnThread | None = None
+        self._follower = Follower(self.check, "fleet.ps.guard decides nothing", "fleet-guard")
         self.scores: dict[str, float] = {}
 
     def check(self) -> Version | None:
@@ -45,8 +44,7 @@ class Guard:
             Exception: the metric's; nothing was decided.
         """
         with self._checking:
-            if self._thread is not None:
-                self._thread.check()
+            self._follower.check()
             if read_brake(self._folder) is not None:
                 return None
             with Reader(self._folder) as newest:
@@ -75,40 +73,19 @@ class Guard:
 
         An error of the metric or of reading is logged once, and the next round tries again: it pulls no brake.
         """
-        number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
-        if not number or not 0 < every_s < threading.TIMEOUT_MAX:
-            raise ConfigError(f"guard.follow(every_s={every_s!r}) takes a number of seconds above 0.")
-        self.close()
-        self._stop = threading.Event()
-        self._thread = OwnThread(self._follow, float(every_s), self._stop, name="fleet-guard")
-        self._thread.start()
+        check_interval("guard.follow", every_s)
+        self._follower.start(every_s)
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow`; a brake stays as it is."""
-        if self._stop is not None and self._thread is not None:
-            self._stop.set()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-        self._stop = self._thread = None
+        self._follower.stop()
 
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _follow(self, every_s: float, stop: threading.Event) -> None:
-        reported = ""
-        while not stop.wait(every_s):
-            try:
-                self.check()
-                reported = ""
-            except Exception as error:  # whatever the metric raises: it says nothing about the rows
-                text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
-                if text != reported:
-                    reported = text
-                    logging.getLogger("FLEET").warning("fleet.ps.guard decides nothing: %s", text)
 
     def _best_above(self, value: float) -> str | None:
         """Returns the version with the best score, if ``value`` is more than the drop below it."""

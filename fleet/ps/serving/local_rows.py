@@ -264,11 +264,11 @@ class FolderRows:
         return None
 
 
-def check_table(source: str, table: object, dims: Mapping[str, int]) -> str:
+def check_table(source: str, table: object, dims: Mapping[str, int], call: str = "lookup") -> str:
     """Returns ``table``; raises :class:`ConfigError` unless it is one of the tables."""
     if not isinstance(table, str) or table not in dims:
         raise ConfigError(
-            f"reader.lookup({table!r}, ...): {source} has no such table.{did_you_mean(str(table), dims)} It has "
+            f"reader.{call}({table!r}, ...): {source} has no such table.{did_you_mean(str(table), dims)} It has "
             f"{', '.join(map(repr, sorted(dims))) or 'none yet'}."
         )
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet.common.own_thread import OwnThread
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import ConfigError
 from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.publishing.versions import Version
+from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.local_rows import Found, Position, check_table
+from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
 from fleet.ps.serving.server_rows import SCHEME, ServerRows, read_endpoints
@@ -78,8 +78,9 @@ class Reader:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
-        self._stop: threading.Event | None = None
-        self._thread: OwnThread | None = None
+        self._follower = Follower(self._look, f"{self._label} keeps its rows", "fleet-reader")
+        self._every_s = 1.0
+        self._due = 0.0
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
@@ -164,7 +165,7 @@ class Reader:
         flat_rows, flat_mask = self._lookup(table, keys)
         rows = flat_rows.reshape(*shape, flat_rows.shape[1])
         mask = flat_mask.reshape(shape)
-        if _is_tensor(ids):
+        if is_tensor(ids):
             import torch
 
             tensors = torch.from_numpy(rows).to(ids.device), torch.from_numpy(mask).to(ids.device)
@@ -210,6 +211,49 @@ class Reader:
         output = combined(bags, present, rows, torch.arange(len(rows)), combiner)
         return output.to(ids.device) if isinstance(ids, torch.Tensor) else output
 
+    def changes(self, table: str, since: LocalState | None = None) -> Changes:
+        """Returns how the rows of ``table`` differ from an earlier state; lists all rows without one.
+
+        What keeps something of its own for each row, such as an index of vectors, needs no more than this to stay equal
+        to the rows. All rows that are returned are in memory.
+
+        Args:
+            table: the table's name.
+            since: ``state`` of an earlier result for a reader of this source.
+
+        Raises:
+            ConfigError: there is no such table; ``since`` is no such state, or had rows of other columns; the source is
+                Redis or servers, which do not list their rows.
+
+        Example:
+            >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 4))
+            >>> table.add(np.array([7, 8]), np.ones((2, 4), np.float32))
+            >>> saved = fleet.ps.save_table(table, "listed_rows")
+            >>> reader = fleet.ps.Reader("listed_rows")
+            >>> every = reader.changes("ads")
+            >>> every.ids.tolist(), every.rows.shape, every.deleted.tolist()
+            ([7, 8], (2, 4), [])
+            >>> reader.changes("ads", since=every.state).ids.tolist()
+            []
+        """
+        self._check_open()
+        if self._remote is not None:
+            raise ConfigError(
+                f"{self._label}.changes({table!r}): Redis and servers answer for ids, they do not list them. Publish "
+                'to a folder and read that: fleet.ps.publish("rows").'
+            )
+        state = self._files.state  # read once: another thread may put a newer one there
+        check_table(self._label, table, state.dims, "changes")
+        before = LocalState() if since is None else since
+        if not isinstance(before, LocalState):
+            raise ConfigError(f"reader.changes(since={since!r:.100}) takes the state of an earlier result, or None.")
+        if before.dims.get(table, state.dims[table]) != state.dims[table]:
+            raise ConfigError(
+                f"reader.changes({table!r}): rows have {state.dims[table]} columns now and had {before.dims[table]} in "
+                "since. They are of different models: begin without since."
+            )
+        return changes_between(table, before, state)
+
     def refresh(self) -> bool:
         """Loads newer rows and returns whether there were any; until they are complete, lookups see the older ones.
 
@@ -217,8 +261,7 @@ class Reader:
             CheckpointError, PSError: the newest rows cannot be read; the rows from before stay.
         """
         self._check_open()
-        with self._refreshing:
-            return self._remote.refresh() if self._remote is not None else self._files.refresh()
+        return self._refresh()
 
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
@@ -226,22 +269,20 @@ class Reader:
         An error of reading is logged once and the next round tries again; the older rows stay. Redis and servers need
         no following. A brake (:func:`fleet.ps.roll_back`) is taken up within 0.2 s, however long ``every_s`` is.
         """
-        number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
-        if not number or not 0 < every_s < threading.TIMEOUT_MAX:
-            raise ConfigError(f"reader.follow(every_s={every_s!r}) takes a number of seconds above 0.")
-        self._stop_following()
+        check_interval("reader.follow", every_s)
+        self._follower.stop()
         self._check_open()
         if self._remote is None:
-            self._stop = threading.Event()
-            self._thread = OwnThread(self._follow, float(every_s), self._stop, name="fleet-reader")
-            self._thread.start()
+            self._every_s = every_s
+            self._due = time.monotonic() + every_s
+            self._follower.start(min(every_s, _LOOK_S))
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
         # The thread first: it must not read from a source that is being released.
-        self._stop_following()
+        self._follower.stop()
         if self._remote is not None:
             self._remote.close()
 
@@ -259,37 +300,24 @@ class Reader:
         state = self._files.state  # read once: another thread may put a newer one there
         return state.lookup(check_table(self._label, table, state.dims), keys)
 
+    def _refresh(self) -> bool:
+        with self._refreshing:
+            return self._remote.refresh() if self._remote is not None else self._files.refresh()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
-        if self._thread is not None:
-            self._thread.check()
+        self._follower.check()
 
-    def _follow(self, every_s: float, stop: threading.Event) -> None:
-        reported = ""
-        due = time.monotonic() + every_s
-        while not stop.wait(min(every_s, _LOOK_S)):
-            try:
-                is_due = time.monotonic() >= due
-                if is_due or self._files.must_turn():
-                    due = time.monotonic() + every_s if is_due else due
-                    with self._refreshing:
-                        self._files.refresh()
-                    reported = ""
-                if is_due:
-                    self._files.read_ahead()
-            except Exception as error:  # whatever the files hold, the next ones may be whole
-                text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
-                if text != reported:
-                    reported = text
-                    logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, text)
-
-    def _stop_following(self) -> None:
-        if self._stop is not None and self._thread is not None:
-            self._stop.set()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._stop = self._thread = None
+    def _look(self) -> None:
+        """Refreshes when it is time to, and whenever a brake asks for it."""
+        is_due = time.monotonic() >= self._due
+        if is_due:
+            self._due = time.monotonic() + self._every_s
+        if is_due or self._files.must_turn():
+            self._refresh()
+        if is_due:
+            self._files.read_ahead()
 
 
 def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:
@@ -317,19 +345,20 @@ def _as_tensor(value: Any) -> Any:
     return torch.from_numpy(_keys(value, "lookup_bags").copy())  # torch warns about read-only arrays
 
 
-def _is_tensor(ids: object) -> bool:
+def is_tensor(ids: object) -> bool:
+    """Returns whether ``ids`` is a torch tensor, without an import of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(ids, torch.Tensor)
 
 
 def _keys_of(ids: Any) -> tuple[Int64s, tuple[int, ...]]:
     """Returns ids as flat int64, and their shape; an id above 2**63 has the key of the same 64 bits."""
-    array = ids.detach().cpu().numpy() if _is_tensor(ids) else ids
+    array = ids.detach().cpu().numpy() if is_tensor(ids) else ids
     try:
         array = np.asarray(array)
     except ValueError:
         raise ConfigError("reader.lookup: ids are lists of unequal lengths; use lookup_bags for bags of ids.") from None
-    if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
+    if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not is_tensor(ids):
         # [] has no type, and numpy makes floats of integers on both sides of 2**63
         array = np.asarray(_signed(ids)) if array.size else array.astype(np.int64)
     return _keys(array.reshape(-1), "lookup"), array.shape
