@@ -183,6 +183,7 @@ class SparseEmbedding(WatchesWeight):
 
     def use_table(self, config: SparseTableConfig) -> None:
         """Attaches the module to a table that was configured elsewhere, for example by ``sparse_table_configs``."""
+        self.served_table = config.name
         self._accessor = config.accessor
         self._scales = config.scale_gradient
         self._bounds = config.bounds

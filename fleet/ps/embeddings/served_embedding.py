@@ -75,6 +75,7 @@ class ServedEmbedding(WatchesWeight, nn.Embedding):
                 "of its own, which a row that comes back after its eviction would lack. Omit max_rows, max_bytes, "
                 "evict and ttl_days, or use fleet.SparseEmbedding."
             )
+        self.served_table = config.name
         self.lookup = self._new_lookup(keeps_shows=config.accessor is not None)
         self.scales = config.scale_gradient
 

@@ -60,6 +60,7 @@ class WatchesWeight(nn.Module):
     weight: Tensor
     own_weight: nn.Parameter  # stands for the rows, whatever torch.func.functional_call puts in its place
     lookup: RowLookup
+    served_table: str | None = None  # the name of the table, once the module is attached to one
     holds_rows = False  # the weight has room for the rows
     fixed: frozenset[str] = frozenset()  # attributes that the table was made from
 

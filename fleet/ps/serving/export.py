@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.embedding import SparseEmbedding
+from fleet.ps.embeddings.served_weight import WatchesWeight
+from fleet.ps.publishing.versions import EXPORT
 
-EXPORT = "export.json"
 _FORMAT = 1
 
 
@@ -131,8 +132,9 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
     ``example_inputs`` does that and writes the tables beside it.
 
     Args:
-        model: the module, as built or as ``fleet.distributed_model`` returned it. Every ``fleet.SparseEmbedding`` and
-            ``nn.Embedding(sparse=True)`` in it becomes an input.
+        model: the module, as built or as ``fleet.distributed_model`` returned it; or a part of a model in training,
+            such as one tower of two. Every ``fleet.SparseEmbedding`` and ``nn.Embedding(sparse=True)`` in it becomes an
+            input.
         example_inputs: a tuple of the arguments of a call: tensors of a batch of 2 or more samples. The program takes
             batches of any size.
         folder: where; made when missing.
@@ -227,13 +229,15 @@ def _without_rows(model: nn.Module, calls: _Calls) -> nn.Module:
 
 def _lookup_of(name: str, module: nn.Module) -> RowsInput | None:
     name = name or "embedding"
+    # A part of a trained model has names of its own; the tables keep those of the whole.
+    served = module.served_table if isinstance(module, WatchesWeight) else None
     if isinstance(module, SparseEmbedding):
         return RowsInput(
-            name, module.name or name, module.dim, module.combiner, module.num_slots, module.separate_slots,
+            name, served or module.name or name, module.dim, module.combiner, module.num_slots, module.separate_slots,
             module.padding_idx,
         )  # fmt: skip
     if isinstance(module, nn.Embedding) and module.sparse:
-        return RowsInput(name, name, module.embedding_dim, num_embeddings=module.num_embeddings)
+        return RowsInput(name, served or name, module.embedding_dim, num_embeddings=module.num_embeddings)
     return None
 
 

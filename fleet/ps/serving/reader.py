@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet.common.own_thread import OwnThread
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import ConfigError
 from fleet.ps.publishing.redis_address import without_password
+from fleet.ps.publishing.versions import Version
+from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.local_rows import Found, Position, check_table
+from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
 from fleet.ps.serving.server_rows import SCHEME, ServerRows, read_endpoints
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
 _FIRST_ROWS = "A publisher's folder has rows once the servers have written the first ones."
 _REMOTE = ("redis://", "rediss://", "unix://")
+_LOOK_S = 0.2  # a follower looks for a brake at least as often
 
 
 class Reader:
@@ -50,9 +53,12 @@ class Reader:
         job: Redis: the job's name, needed where several jobs publish there. Servers: refused by those of another job.
         wire: servers: the form in which rows travel, ``"float32"``, ``"bfloat16"`` or ``"int8"`` with a scale for each
             row.
+        version: a folder of ``fleet.ps.publish``: the version, by ``fleet.mark_version``, whose rows it has; nothing
+            newer. None: the newest rows. A brake (:func:`fleet.ps.roll_back`) on an older version goes before it.
 
     Raises:
-        ConfigError: the source is none of these; servers have another secret, are of several jobs or not all of one.
+        ConfigError: the source is none of these, or has no such version; servers have another secret, are of several
+            jobs or not all of one.
         CheckpointError: files in the folder are damaged.
         PSError: Redis or a server does not answer.
 
@@ -66,15 +72,23 @@ class Reader:
         ((2, 4), [True, False])
     """
 
-    def __init__(self, source: str | Path, *, job: str | None = None, wire: str = "float32") -> None:
+    def __init__(
+        self, source: str | Path, *, job: str | None = None, wire: str = "float32", version: str | None = None
+    ) -> None:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
-        self._stop: threading.Event | None = None
-        self._thread: OwnThread | None = None
+        self._follower = Follower(self._look, f"{self._label} keeps its rows", "fleet-reader")
+        self._every_s = 1.0
+        self._due = 0.0
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
+        if version is not None and "://" in str(source):
+            raise ConfigError(
+                f"{self._label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
+                "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
+            )
         if isinstance(source, str) and source.startswith(SCHEME):
             endpoints = read_endpoints(source)
             access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
@@ -99,7 +113,7 @@ class Reader:
             )
         if job is not None:
             raise ConfigError(f"{self._label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
-        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")))
+        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")), version)
         self._files.refresh()
 
     @property
@@ -113,6 +127,22 @@ class Reader:
         """How far the rows of each server are: its history, watermark and step, and when the newest was pushed."""
         self._check_open()
         return dict(self._remote.positions if self._remote is not None else self._files.state.positions)
+
+    @property
+    def version(self) -> Version | None:
+        """The version whose rows lookups give, by ``version=`` or a brake; None while they give the newest rows."""
+        self._check_open()
+        return None if self._remote is not None else self._files.state.version
+
+    @property
+    def versions(self) -> list[Version]:
+        """The versions in the folder of a publisher, oldest first; other sources have none."""
+        self._check_open()
+        return self._files.versions() if self._remote is None else []
+
+    def program_of(self, version: Version) -> Path | None:
+        """Returns the folder of the exported program that was marked with ``version``; None without one."""
+        return None if self._remote is not None else self._files.program_of(version)
 
     def lookup(self, table: str, ids: Any, *, found: bool = False) -> Any:
         """Returns the rows of ``ids``; an id without a row gives zeros.
@@ -135,7 +165,7 @@ class Reader:
         flat_rows, flat_mask = self._lookup(table, keys)
         rows = flat_rows.reshape(*shape, flat_rows.shape[1])
         mask = flat_mask.reshape(shape)
-        if _is_tensor(ids):
+        if is_tensor(ids):
             import torch
 
             tensors = torch.from_numpy(rows).to(ids.device), torch.from_numpy(mask).to(ids.device)
@@ -181,6 +211,49 @@ class Reader:
         output = combined(bags, present, rows, torch.arange(len(rows)), combiner)
         return output.to(ids.device) if isinstance(ids, torch.Tensor) else output
 
+    def changes(self, table: str, since: LocalState | None = None) -> Changes:
+        """Returns how the rows of ``table`` differ from an earlier state; lists all rows without one.
+
+        What keeps something of its own for each row, such as an index of vectors, needs no more than this to stay equal
+        to the rows. All rows that are returned are in memory.
+
+        Args:
+            table: the table's name.
+            since: ``state`` of an earlier result for a reader of this source.
+
+        Raises:
+            ConfigError: there is no such table; ``since`` is no such state, or had rows of other columns; the source is
+                Redis or servers, which do not list their rows.
+
+        Example:
+            >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("ads", 4))
+            >>> table.add(np.array([7, 8]), np.ones((2, 4), np.float32))
+            >>> saved = fleet.ps.save_table(table, "listed_rows")
+            >>> reader = fleet.ps.Reader("listed_rows")
+            >>> every = reader.changes("ads")
+            >>> every.ids.tolist(), every.rows.shape, every.deleted.tolist()
+            ([7, 8], (2, 4), [])
+            >>> reader.changes("ads", since=every.state).ids.tolist()
+            []
+        """
+        self._check_open()
+        if self._remote is not None:
+            raise ConfigError(
+                f"{self._label}.changes({table!r}): Redis and servers answer for ids, they do not list them. Publish "
+                'to a folder and read that: fleet.ps.publish("rows").'
+            )
+        state = self._files.state  # read once: another thread may put a newer one there
+        check_table(self._label, table, state.dims, "changes")
+        before = LocalState() if since is None else since
+        if not isinstance(before, LocalState):
+            raise ConfigError(f"reader.changes(since={since!r:.100}) takes the state of an earlier result, or None.")
+        if before.dims.get(table, state.dims[table]) != state.dims[table]:
+            raise ConfigError(
+                f"reader.changes({table!r}): rows have {state.dims[table]} columns now and had {before.dims[table]} in "
+                "since. They are of different models: begin without since."
+            )
+        return changes_between(table, before, state)
+
     def refresh(self) -> bool:
         """Loads newer rows and returns whether there were any; until they are complete, lookups see the older ones.
 
@@ -188,31 +261,28 @@ class Reader:
             CheckpointError, PSError: the newest rows cannot be read; the rows from before stay.
         """
         self._check_open()
-        with self._refreshing:
-            return self._remote.refresh() if self._remote is not None else self._files.refresh()
+        return self._refresh()
 
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
 
         An error of reading is logged once and the next round tries again; the older rows stay. Redis and servers need
-        no following.
+        no following. A brake (:func:`fleet.ps.roll_back`) is taken up within 0.2 s, however long ``every_s`` is.
         """
-        number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
-        if not number or not 0 < every_s < threading.TIMEOUT_MAX:
-            raise ConfigError(f"reader.follow(every_s={every_s!r}) takes a number of seconds above 0.")
-        self._stop_following()
+        check_interval("reader.follow", every_s)
+        self._follower.stop()
         self._check_open()
         if self._remote is None:
-            self._stop = threading.Event()
-            self._thread = OwnThread(self._follow, float(every_s), self._stop, name="fleet-reader")
-            self._thread.start()
+            self._every_s = every_s
+            self._due = time.monotonic() + every_s
+            self._follower.start(min(every_s, _LOOK_S))
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
         # The thread first: it must not read from a source that is being released.
-        self._stop_following()
+        self._follower.stop()
         if self._remote is not None:
             self._remote.close()
 
@@ -230,38 +300,33 @@ class Reader:
         state = self._files.state  # read once: another thread may put a newer one there
         return state.lookup(check_table(self._label, table, state.dims), keys)
 
+    def _refresh(self) -> bool:
+        with self._refreshing:
+            return self._remote.refresh() if self._remote is not None else self._files.refresh()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
-        if self._thread is not None:
-            self._thread.check()
+        self._follower.check()
 
-    def _follow(self, every_s: float, stop: threading.Event) -> None:
-        reported = ""
-        while not stop.wait(every_s):
-            try:
-                with self._refreshing:
-                    self._files.refresh()
-                reported = ""
-            except Exception as error:  # whatever the files hold, the next ones may be whole
-                text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
-                if text != reported:
-                    reported = text
-                    logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, text)
-
-    def _stop_following(self) -> None:
-        if self._stop is not None and self._thread is not None:
-            self._stop.set()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._stop = self._thread = None
+    def _look(self) -> None:
+        """Refreshes when it is time to, and whenever a brake asks for it."""
+        is_due = time.monotonic() >= self._due
+        if is_due:
+            self._due = time.monotonic() + self._every_s
+        if is_due or self._files.must_turn():
+            self._refresh()
+        if is_due:
+            self._files.read_ahead()
 
 
-def _open_folder(label: str, folder: Path) -> DeltaRows | SavedRows:
+def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:
     if not folder.is_dir():
         raise ConfigError(f"{label}: there is no such folder. {_FIRST_ROWS}")
     if is_delta_folder(folder):
-        return DeltaRows(folder)
+        return DeltaRows(folder, version)
+    if version is not None and is_save(folder):
+        raise ConfigError(f"{label[:-1]}, version={version!r}): a save has no versions. Omit version=.")
     if is_save(folder):
         return SavedRows(folder)
     names = sorted(path.name for path in folder.iterdir())[:5]
@@ -280,19 +345,20 @@ def _as_tensor(value: Any) -> Any:
     return torch.from_numpy(_keys(value, "lookup_bags").copy())  # torch warns about read-only arrays
 
 
-def _is_tensor(ids: object) -> bool:
+def is_tensor(ids: object) -> bool:
+    """Returns whether ``ids`` is a torch tensor, without an import of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(ids, torch.Tensor)
 
 
 def _keys_of(ids: Any) -> tuple[Int64s, tuple[int, ...]]:
     """Returns ids as flat int64, and their shape; an id above 2**63 has the key of the same 64 bits."""
-    array = ids.detach().cpu().numpy() if _is_tensor(ids) else ids
+    array = ids.detach().cpu().numpy() if is_tensor(ids) else ids
     try:
         array = np.asarray(array)
     except ValueError:
         raise ConfigError("reader.lookup: ids are lists of unequal lengths; use lookup_bags for bags of ids.") from None
-    if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not _is_tensor(ids):
+    if array.dtype == np.float64 and not isinstance(ids, np.ndarray) and not is_tensor(ids):
         # [] has no type, and numpy makes floats of integers on both sides of 2**63
         array = np.asarray(_signed(ids)) if array.size else array.astype(np.int64)
     return _keys(array.reshape(-1), "lookup"), array.shape

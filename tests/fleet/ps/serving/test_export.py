@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from fleet import fleet
 from fleet.errors import ConfigError
-from fleet.ps import export
+from fleet.facade import Fleet
+from fleet.ps import Predictor, Reader, export
 from tests.fleet.ps.serving.models import EveryForm, inputs
+from tests.helpers.served import run_job, strategy_of
 
 IDS = torch.tensor([[1, 2], [3, 4]])
 
@@ -98,6 +100,64 @@ def test_a_program_of_a_collection_takes_batches_of_any_size(tmp_path: Path, bat
     assert dense(rows, *given(batch)).tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * batch
     asked = torch.export.load(tmp_path / body["ids"]).module()(*given(batch))
     assert [len(ids) for ids, *_ in asked] == [batch, batch, 2 * batch]
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = fleet.SparseEmbedding(4, combiner="sum")
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, words: Tensor) -> Tensor:
+        found: Tensor = self.out(torch.cat([self.ids(ids), self.words(words)], 1))
+        return found
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = Tower()
+        self.item = Tower()
+
+    def forward(self, ids: Tensor, words: Tensor) -> Tensor:
+        found: Tensor = (self.user(ids, words) * self.item(ids, words)).sum(1)
+        return found
+
+
+def test_each_tower_of_a_trained_model_is_exported_alone(tmp_path: Path) -> None:
+    """Its modules have no names, so the names of the tables are those that the whole model gave them."""
+    example = torch.tensor([[7, 8], [8, 9]]), torch.tensor([3, 4])
+
+    def work(own: Fleet, rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = Towers()
+        optimizer = own.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.5), strategy_of("sync", 1))
+        model = own.distributed_model(net)
+        own.init_worker()
+        for _ in range(3):
+            model(*example).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own.save_persistables(str(tmp_path / "rows"))
+        for side in ("user", "item"):
+            export(getattr(net, side), example, tmp_path / side)
+        with torch.no_grad():
+            found = {side: getattr(net, side)(*example) for side in ("user", "item")}
+        own.stop_worker()
+        return found
+
+    (wanted,) = run_job(work, strategy=strategy_of("sync", 1))
+    with Reader(tmp_path / "rows") as reader:
+        assert sorted(reader.tables) == ["item.ids", "item.words", "user.ids", "user.words"]
+        for side, expected in wanted.items():
+            predictor = Predictor(tmp_path / side, reader)
+            assert [(lookup.module, lookup.table) for lookup in predictor.lookups] == [
+                ("ids", f"{side}.ids"),
+                ("words", f"{side}.words"),
+            ]
+            assert torch.equal(predictor(*example), expected)
+    assert not torch.equal(wanted["user"], wanted["item"])
 
 
 def test_two_exports_leave_the_newer_and_the_older_program(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""How well a model ranks the test day, beside the best that any model can and beside popularity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from catalogue import Catalogue
+from feeds import inputs_of, test_day
+from torch import Tensor, nn
+
+import fleet
+
+BINS = 1 << 16
+TOP = 50
+MOST_USERS = 2000  # of a worker, for recall
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
+    """Returns, by metric, the values of the model, of popularity, and the best possible where it is known.
+
+    Every worker calls it with its share of the samples; all get the same values.
+
+    Args:
+        net: the model, as built.
+        folder: of a shop.
+    """
+    net.eval()
+    catalogue = Catalogue.read(folder)
+    ranks = hasattr(net, "of_users")
+    tasks = ("click",) if ranks else net.TASKS
+    stats = {(task, who): fleet.metrics.StatAuc(BINS) for task in tasks for who in ("model", "popularity", "best")}
+    clicked: list[dict[str, Tensor]] = []
+    for batch in test_day(folder, inputs_of(net)):
+        outputs = {"click": (net.of_users(batch) * net.of_items(batch)).sum(1)} if ranks else net(batch)
+        truth = {"click": batch["p_click"], "purchase": batch["p_click"] * batch["p_purchase"]}
+        for task in tasks:
+            stats[task, "model"].update(torch.sigmoid(outputs[task]), batch[task])
+            stats[task, "popularity"].update(catalogue.click_rate(batch["item"]), batch[task])
+            stats[task, "best"].update(truth[task], batch[task])
+        clicked.append(batch)
+    found: dict[str, dict[str, float]] = {f"auc_{task}": {} for task in tasks}
+    for (task, who), stat in stats.items():
+        found[f"auc_{task}"][who] = round(stat.value(), 6)
+    if ranks:
+        found[f"recall@{TOP}"] = recall(net, catalogue, clicked)
+    return found
+
+
+def recall(net: Any, catalogue: Catalogue, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+    """Returns the share of clicks of the test day whose item is among the first of all items on sale.
+
+    Args:
+        net: a model that gives vectors of users and items.
+        catalogue: the items.
+        batches: of the test day.
+    """
+    places = catalogue.on_sale(catalogue.last_day)
+    columns = catalogue.columns(places)
+    items, vectors = columns["item"], net.of_items(columns)
+    popular = items[catalogue.clicked(places).topk(TOP).indices]
+    hits, popular_hits, users = 0, 0, 0
+    for batch in batches:
+        rows = torch.nonzero(batch["click"]).flatten()[: MOST_USERS - users]
+        if not len(rows):
+            continue
+        scores = net.of_users(batch)[rows] @ vectors.T
+        wanted = batch["item"][rows]
+        hits += int((items[scores.topk(TOP).indices] == wanted[:, None]).sum())
+        popular_hits += int(torch.isin(wanted, popular).sum())
+        users += len(rows)
+    sums = fleet.metrics.sum(np.array([hits, popular_hits, users]))
+    return {"model": round(float(sums[0] / sums[2]), 6), "popularity": round(float(sums[1] / sums[2]), 6)}

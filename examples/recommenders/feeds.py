@@ -1,0 +1,144 @@
+"""Batches as the models take them: samples from Parquet files, with what a loss needs beside them.
+
+Clicks: rows of ``impressions``. word2vec: pairs of items of a session. SASRec: the items of a user. Models that rank
+all items take sampled ones as negatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from catalogue import Catalogue
+from models.parts import owners, padded
+from torch import Tensor
+
+import fleet
+
+Batch = dict[str, Tensor]
+LABELS = ("click", "purchase")
+SOURCES = {"word2vec": "sessions", "sasrec": "sequences/train"}
+
+
+class Sampling(NamedTuple):
+    """What is drawn for a batch.
+
+    Args:
+        negatives: items; for word2vec, of each pair.
+        window: word2vec's pairs are at most so many items apart.
+        length: SASRec's longest sequence.
+    """
+
+    negatives: int = 0
+    window: int = 3
+    length: int = 50
+
+
+class Feed:
+    """The batches of one worker.
+
+    Args:
+        name: the model's.
+        folder: of a shop.
+        inputs: columns of the impressions that the model takes.
+        sampling: what is drawn.
+        batch_size: rows of a batch.
+        seed: decides the order and what is drawn.
+        most: batches of a pass, at most.
+        share: ``(number, of)``: the rows that worker ``number`` gets; ``None`` in a job, where the data set knows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        inputs: Sequence[str],
+        sampling: Sampling,
+        batch_size: int,
+        seed: int,
+        most: int | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        columns = ["items"] if name in SOURCES else [*_named(inputs), *LABELS]
+        source = folder / SOURCES.get(name, "impressions/train")
+        self.dataset = fleet.ParquetDataset(
+            source, columns=columns, batch_size=batch_size, shuffle_seed=seed, rest="drop"
+        )
+        self.catalogue = Catalogue.read(folder)
+        self.sampling = sampling
+        self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
+        self.most = most
+        self.share = share
+        self.draw = np.random.default_rng([seed, fleet.data_rank() if share is None else share[0]])
+
+    def begin(self, epoch: int) -> None:
+        """Begins a pass, in an order of its own."""
+        self.dataset.set_epoch(epoch)
+        if self.share is not None:
+            number, of = self.share
+            state = self.dataset.state_dict()
+            each = sum(state["rows"]) // of
+            self.dataset.load_state_dict({**state, "remaining": [[number * each, (number + 1) * each]]})
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields the batches of a pass."""
+        for batch in islice(self.dataset, self.most):
+            yield self.prepare(batch)
+
+    def _dssm(self, batch: Batch) -> Batch:
+        found = {**batch, "log_q": self.catalogue.log_shown(batch["item"])}
+        if self.sampling.negatives:
+            drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
+            columns = self.catalogue.columns(drawn)
+            found |= {f"negative.{name}": values for name, values in columns.items()}
+            found["negative.log_q"] = self.catalogue.log_drawn(drawn)
+        return found
+
+    def _word2vec(self, batch: Batch) -> Batch:
+        centre, context = pairs(batch["items"], batch["items.offsets"], self.sampling.window)
+        drawn = self.catalogue.drawn(self.draw, len(centre) * self.sampling.negatives)
+        negative = self.catalogue.item[drawn].view(len(centre), -1)
+        return {"centre": centre, "context": context, "negative": negative}
+
+    def _sasrec(self, batch: Batch) -> Batch:
+        items = padded(batch["items"], batch["items.offsets"], self.sampling.length)
+        drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
+        return {"items": items, "negative": self.catalogue.item[drawn]}
+
+
+def pairs(items: Tensor, offsets: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Returns centres and contexts: all pairs of different places of one sample, at most ``window`` apart.
+
+    Example:
+        >>> pairs(torch.tensor([1, 2, 3, 9]), torch.tensor([0, 3]), 1)
+        (tensor([1, 2, 2, 3]), tensor([2, 3, 1, 2]))
+    """
+    owner = owners(items, offsets)
+    centres, contexts = [], []
+    for apart in range(1, window + 1):
+        same = owner[:-apart] == owner[apart:]
+        earlier, later = items[:-apart][same], items[apart:][same]
+        centres += [earlier, later]
+        contexts += [later, earlier]
+    return torch.cat(centres), torch.cat(contexts)
+
+
+def inputs_of(net: Any) -> tuple[str, ...]:
+    """Returns the columns of the impressions that a model takes."""
+    return (*net.USER_INPUTS, *net.ITEM_INPUTS) if hasattr(net, "USER_INPUTS") else net.INPUTS
+
+
+def test_day(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
+    """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
+    columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
+    return fleet.ParquetDataset(
+        folder / "impressions/test", columns=list(dict.fromkeys(columns)), batch_size=batch_size
+    )
+
+
+def _named(inputs: Sequence[str]) -> list[str]:
+    return [name for name in inputs if not name.endswith(".offsets")]

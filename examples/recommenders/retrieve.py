@@ -1,0 +1,181 @@
+"""Answers over HTTP which items are nearest to a user, by two towers, while they are trained.
+
+    curl -d '{"inputs": {"user": [7], "age": [3], "history": [15, 4], "history.offsets": [0]}, "k": 10}' \\
+        http://127.0.0.1:8000/retrieve
+
+answers ``{"items": [[...]], "scores": [[...]], "step": ..., "age_s": ...}``: for each user the items, nearest first;
+the step of training that the items hold at least; and the seconds since the newest changes in them were pushed.
+``inputs`` are those of the user tower: numbers without a point are ids.
+
+EXPORT holds a program in ``user`` and one in ``item`` (``fleet.ps.export`` of each tower). The service needs neither
+the servers nor the workers of the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fleet.errors import ConfigError, FleetError
+from fleet.ps import Index, Predictor, Reader
+
+MOST_BYTES = 1 << 24
+Batch = dict[str, Tensor]
+
+
+class Catalogue:
+    """What the item tower takes beside the rows: the columns of the items.
+
+    Args:
+        columns: of every item; the first one is the id.
+    """
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self.id, *_ = columns
+        order = torch.argsort(columns[self.id])
+        self.columns = {name: values[order] for name, values in columns.items()}
+
+    @classmethod
+    def read(cls, path: Path, names: list[str]) -> Catalogue:
+        """Returns these columns of a Parquet file."""
+        import pyarrow.parquet as pq
+
+        table = pq.read_table(path, columns=names)
+        return cls({name: torch.from_numpy(table[name].to_numpy().copy()) for name in names})
+
+    def batch(self, ids: Tensor) -> Batch:
+        """Returns the columns of these items.
+
+        Raises:
+            KeyError: an item is not in the file.
+        """
+        every = self.columns[self.id]
+        places = torch.searchsorted(every, ids).clamp(max=len(every) - 1)
+        if len(unknown := ids[every[places] != ids]):
+            raise KeyError(f"{len(unknown)} items are not in the file of items, {int(unknown[0])} for example")
+        return {name: values[places] for name, values in self.columns.items()}
+
+
+class Retrieval:
+    """The user tower and the index of the items.
+
+    Args:
+        export: the folder of both programs.
+        reader: of the rows; it stays open.
+        catalogue: the columns of the items.
+        table: of the items.
+        kind: of the index.
+    """
+
+    def __init__(self, export: Path, reader: Reader, catalogue: Catalogue, table: str, kind: str) -> None:
+        self.catalogue = catalogue
+        self.user_tower = Predictor(export / "user", reader)
+        self.item_tower = Predictor(export / "item", reader)
+        self.index = Index(reader, table, encode=self.encode, kind=kind)
+
+    def encode(self, ids: Any, rows: Any) -> Tensor:
+        """Returns the vectors of items."""
+        found: Tensor = self.item_tower(self.catalogue.batch(torch.from_numpy(ids)))
+        return found
+
+    def answer(self, inputs: Batch, k: int) -> dict[str, Any]:
+        """Returns what an answer over HTTP holds."""
+        positions = self.index.position.values()  # before: newer items may come during the search
+        ids, scores = self.index.search(self.user_tower(inputs), k)
+        found = scores > -torch.inf
+        return {
+            "items": [row[mask].tolist() for row, mask in zip(ids, found, strict=True)],
+            "scores": [row[mask].tolist() for row, mask in zip(scores, found, strict=True)],
+            "step": min(position.step for position in positions),
+            "age_s": round(time.time() - min(position.pushed_at for position in positions), 3),
+        }
+
+    def follow(self, every_s: float, stop: threading.Event) -> None:
+        """Takes up newer programs, and rows of other tables that the item tower takes, until ``stop``."""
+        while not stop.wait(every_s):
+            try:
+                self.item_tower.refresh()
+                self.index.rebuild()
+                self.user_tower.refresh()
+            except FleetError as error:
+                print(f"the older towers stay: {error}", flush=True)
+
+
+class Requests(BaseHTTPRequestHandler):
+    """Answers ``POST /retrieve``."""
+
+    retrieval: Retrieval
+
+    def do_POST(self) -> None:
+        """Answers with items, or with the reason why there are none."""
+        if self.path != "/retrieve":
+            self.answer(404, {"error": "POST /retrieve is all there is."})
+            return
+        try:
+            length = int(self.headers.get("Content-Length", 0))
+            body = json.loads(self.rfile.read(max(0, min(length, MOST_BYTES))))  # below 0 it would read for ever
+            inputs = {name: torch.tensor(values) for name, values in body["inputs"].items()}
+            answer = self.retrieval.answer(inputs, body.get("k", 10))
+        except ConfigError as error:  # the program takes other inputs
+            self.answer(400, {"error": str(error)})
+        except FleetError as error:
+            self.answer(503, {"error": str(error)})
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            self.answer(400, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            self.answer(200, answer)
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        """Sends ``content`` as JSON."""
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Leaves the terminal to errors."""
+
+
+def main() -> None:
+    """Serves until it is interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", type=Path, metavar="DIR", help="the programs: folders user and item")
+    parser.add_argument("rows", metavar="FOLDER", help="where the job publishes its rows")
+    parser.add_argument("items", type=Path, metavar="FILE", help="the items, as Parquet: items.parquet of a shop")
+    parser.add_argument(
+        "--columns", nargs="+", default=["item", "category", "brand", "price"],
+        help="of the file, as the item tower takes them; the first is the id (default: those of DSSM)",
+    )  # fmt: skip
+    parser.add_argument("--table", default="item", help="of the items (default: %(default)s)")
+    parser.add_argument("--kind", choices=("exact", "ivf"), default="exact", help="of the index (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)s; 0: any free one)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # one user is too little work for more
+    stop = threading.Event()
+    with Reader(args.rows) as reader:
+        catalogue = Catalogue.read(args.items, args.columns)
+        retrieval = Retrieval(args.export, reader, catalogue, args.table, args.kind)
+        threading.Thread(target=retrieval.follow, args=(5.0, stop), daemon=True).start()
+        handler = type("Handler", (Requests,), {"retrieval": retrieval})
+        with retrieval.index.follow(every_s=0.5), ThreadingHTTPServer(("127.0.0.1", args.port), handler) as server:
+            print(f"http://127.0.0.1:{server.server_port}/retrieve", flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                stop.set()
+
+
+if __name__ == "__main__":
+    main()
