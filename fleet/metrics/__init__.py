@@ -13,14 +13,25 @@ Example:
 
 from __future__ import annotations
 
-from fleet.metrics.click_metrics import StatAuc, StatCalibration, StatGauc, StatNormalizedEntropy, StatWindowedAuc
+from fleet.metrics.click_metrics import (
+    StatAuc,
+    StatCalibration,
+    StatGauc,
+    StatLogLoss,
+    StatNormalizedEntropy,
+    StatWindowedAuc,
+)
+from fleet.metrics.ranking_metrics import StatNdcg, StatRecall
 from fleet.metrics.reductions import acc, auc, mae, max, min, mse, rmse, sum
 
 __all__ = [
     "StatAuc",
     "StatCalibration",
     "StatGauc",
+    "StatLogLoss",
+    "StatNdcg",
     "StatNormalizedEntropy",
+    "StatRecall",
     "StatWindowedAuc",
     "acc",
     "auc",

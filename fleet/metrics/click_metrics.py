@@ -1,4 +1,4 @@
-"""Metrics of click models over all workers: AUC (whole, by user, in a window), normalized entropy, calibration."""
+"""Metrics of click models over all workers: AUC (whole, by user, in a window), log loss, calibration."""
 
 from __future__ import annotations
 
@@ -11,38 +11,51 @@ import numpy as np
 import torch
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.metrics.metric_values import area_under, checked_batch, host_array, reduced, util_of
+from fleet.metrics.counted_cells import CountedCells, auc_of, gauc_of
+from fleet.metrics.metric_values import (
+    area_under,
+    check_state,
+    checked_batch,
+    host_array,
+    ids_of,
+    places_of,
+    reduced,
+    util_of,
+)
 from fleet.metrics.reductions import auc
+from fleet.metrics.worker_sums import WorkerSums
 
 if TYPE_CHECKING:
     from fleet.job.util import UtilBase
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-_ROUND = 1 << 20  # cells, of all workers together, that are exchanged at a time
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads neighbouring ids over the rounds
-_CELL_ROWS = 4  # user, prediction, positives, negatives
-
 
 class StatAuc:
-    """Counts predictions into buckets batch by batch, and gives the AUC over all workers.
+    """The AUC of everything counted on all workers; 0.5 without a positive or without a negative.
+
+    With ``bins``, this worker keeps 16 bytes a bin. With ``None`` the result is exact, as if one process had seen all
+    samples; this worker keeps 24 bytes for each different prediction, and ``value()`` exchanges at most about two
+    million of them at a time.
 
     Args:
-        bins: number of equal parts of [0, 1]; predictions in one part count as ties.
+        bins: number of equal parts of [0, 1]; predictions in one part count as ties. ``None`` compares predictions as
+            float32.
 
     Example:
-        >>> stat = StatAuc()
+        >>> stat = fleet.metrics.StatAuc()
         >>> stat.update([0.9, 0.2], [1, 0])
         >>> stat.value()
         1.0
     """
 
-    def __init__(self, bins: int = 4096) -> None:
-        if type(bins) is not int or bins < 1:
-            raise ConfigError(f"StatAuc(bins={bins!r}) takes an integer of at least 1.")
+    def __init__(self, bins: int | None = 4096) -> None:
+        if bins is not None and (type(bins) is not int or bins < 1):
+            raise ConfigError(f"StatAuc(bins={bins!r}) takes an integer of at least 1, or None.")
         self.bins = bins
-        self.stat_pos: Array = np.zeros(bins, np.int64)
-        self.stat_neg: Array = np.zeros(bins, np.int64)
+        self.stat_pos: Array = np.zeros(bins or 0, np.int64)
+        self.stat_neg: Array = np.zeros(bins or 0, np.int64)
+        self._cells = CountedCells(num_keys=1)
 
     def update(self, pred: Any, label: Any) -> None:
         """Counts one batch.
@@ -55,28 +68,39 @@ class StatAuc:
             ConfigError: shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
         """
         scores, labels = checked_batch("StatAuc.update", pred, label)
-        # A prediction of exactly 1 belongs to the last bucket.
-        buckets = np.minimum((scores * self.bins).astype(np.int64), self.bins - 1)
+        places = places_of(scores, self.bins)
         positive = labels == 1
-        self.stat_pos += np.bincount(buckets[positive], minlength=self.bins)
-        self.stat_neg += np.bincount(buckets[~positive], minlength=self.bins)
+        if self.bins is None:
+            self._cells.add(places, positive)
+            return
+        self.stat_pos += np.bincount(places[positive], minlength=self.bins)
+        self.stat_neg += np.bincount(places[~positive], minlength=self.bins)
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the AUC of everything counted so far on all workers; every worker must call it."""
+        if self.bins is None:
+            return auc_of(self._cells.merged(), util_of(util))
         return auc(self.stat_pos, self.stat_neg, util=util)
 
     def reset(self) -> None:
         """Resets all counts."""
         self.stat_pos[:] = 0
         self.stat_neg[:] = 0
+        self._cells.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's counts as tensors, for ``fleet.save``."""
+        if self.bins is None:
+            return self._cells.state(None)
         # Copies: from_numpy() shares memory, and later batches would change a state that is being saved.
         return {"stat_pos": torch.from_numpy(self.stat_pos.copy()), "stat_neg": torch.from_numpy(self.stat_neg.copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads counts; raises CheckpointError when they were made with a different number of bins."""
+        if self.bins is None:
+            self._cells.load(self, state_dict, None)
+            return
+        check_state(self, state_dict, "stat_pos", "stat_neg")
         pos, neg = (np.array(host_array(state_dict[name]), np.int64) for name in ("stat_pos", "stat_neg"))
         if pos.shape != (self.bins,) or neg.shape != (self.bins,):
             raise CheckpointError(f"StatAuc(bins={self.bins}) cannot load counts of shape {pos.shape} and {neg.shape}.")
@@ -111,13 +135,11 @@ class StatGauc:
         if bins is not None and (type(bins) is not int or bins < 1):
             raise ConfigError(f"StatGauc(bins={bins!r}) takes an integer of at least 1, or None.")
         self.bins = bins
-        self.reset()
+        self._cells = CountedCells(num_keys=2)
 
     def reset(self) -> None:
         """Forgets all samples."""
-        self._cells: Array = np.zeros((_CELL_ROWS, 0), np.int64)
-        self._new: list[Array] = []
-        self._num_new = 0
+        self._cells.clear()
 
     def update(self, user: Any, pred: Any, label: Any) -> None:
         """Counts one batch.
@@ -132,138 +154,62 @@ class StatGauc:
                 than 0 and 1.
         """
         scores, labels = checked_batch("StatGauc.update", pred, label)
-        users = np.asarray(host_array(user)).reshape(-1)
-        if users.dtype.kind not in "iu" and users.size:
-            raise ConfigError(f"StatGauc.update(user): ids are integers, got dtype {users.dtype}. Hash texts before.")
+        users = ids_of("StatGauc.update(user)", user).reshape(-1)
         if users.size != scores.size:
             raise ConfigError(f"StatGauc.update(): {users.size} users and {scores.size} predictions.")
-        if self.bins is not None:
-            places = np.minimum((scores * self.bins).astype(np.int64), self.bins - 1)
-        else:
-            # The bits of numbers from 0 up are in the order of the numbers; adding 0 turns -0 into 0.
-            places = (scores.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
-        ids = users.astype(np.uint64).view(np.int64) if users.dtype.kind == "u" else users.astype(np.int64)
-        self._new.append(np.stack([ids, places, labels == 1, labels == 0]).astype(np.int64))
-        self._num_new += len(ids)
-        # Merged when the new samples outnumber the cells, so that merging costs no more than the samples did.
-        if self._num_new > max(1 << 16, self._cells.shape[1]):
-            self._compact()
-
-    def _compact(self) -> Array:
-        """Returns the cells: of each pair of a user and a prediction, in order, the positives and negatives."""
-        if self._new:
-            self._cells = _merged([self._cells, *self._new])
-            self._new = []
-            self._num_new = 0
-        return self._cells
+        self._cells.add(users, places_of(scores, self.bins), labels == 1)
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the GAUC of everything counted so far on all workers, 0.5 where no user has both classes.
 
         Every worker must call it.
         """
-        chosen = util_of(util)
-        cells = self._compact()
-        gather = getattr(chosen, "gather_replicas", None) or chosen.all_gather
-        rounds = max(1, -(-int(reduced(chosen, cells.shape[1])) // _ROUND))
-        # All cells of a user come together in one round, from all workers.
-        homes = (cells[0].view(np.uint64) * _MIX >> np.uint64(32)).astype(np.int64) % rounds
-        total = weight = 0.0
-        for number in range(rounds):
-            # Flat, because an array of no columns has no place for its shape on the wire.
-            found = gather(np.ascontiguousarray(cells[:, homes == number]).reshape(-1))
-            area, impressions = _areas(_merged([np.asarray(one, np.int64).reshape(_CELL_ROWS, -1) for one in found]))
-            total += area
-            weight += impressions
-        return total / weight if weight else 0.5
+        return gauc_of(self._cells.merged(), util_of(util))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's samples as tensors, for ``fleet.save`` and ``fleet.checkpoint``."""
-        return {"bins": self.bins, "cells": torch.from_numpy(self._compact().copy())}
+        return self._cells.state(self.bins)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads samples; raises CheckpointError when they were made with a different number of bins."""
-        _check_state(self, state_dict, "bins", "cells")
-        cells = np.array(host_array(state_dict["cells"]), np.int64)
-        if state_dict["bins"] != self.bins or cells.ndim != 2 or len(cells) != _CELL_ROWS:
-            raise CheckpointError(
-                f"StatGauc(bins={self.bins}) cannot load samples of bins={state_dict['bins']} and shape {cells.shape}."
-            )
-        self.reset()
-        self._cells = cells
+        self._cells.load(self, state_dict, self.bins)
 
     set_state_dict = load_state_dict
 
 
-def _check_state(stat: object, state: Mapping[str, Any], *names: str) -> None:
-    if not set(names) <= set(state):
-        raise CheckpointError(f"{type(stat).__name__} loads its own state_dict(), got the keys {sorted(state)}.")
+class StatLogLoss(WorkerSums):
+    """The mean log loss (binary cross-entropy); nan without samples.
+
+    Args:
+        epsilon: least distance of predictions from 0 and 1, where the log loss has no bound.
+
+    Example:
+        >>> stat = fleet.metrics.StatLogLoss()
+        >>> stat.update([0.5, 0.5], [1, 0])
+        >>> round(stat.value(), 4)
+        0.6931
+    """
+
+    def __init__(self, epsilon: float = 1e-7) -> None:
+        if not isinstance(epsilon, float) or not 0.0 < epsilon < 0.5:
+            raise ConfigError(f"{type(self).__name__}(epsilon={epsilon!r}) takes a number above 0 and below 0.5.")
+        super().__init__(3)  # samples, positives, losses
+        self.epsilon = epsilon
+
+    def update(self, pred: Any, label: Any) -> None:
+        """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it."""
+        scores, labels = checked_batch(f"{type(self).__name__}.update", pred, label)
+        kept = np.clip(scores, self.epsilon, 1.0 - self.epsilon)
+        loss = -np.log(np.where(labels == 1, kept, 1.0 - kept)).sum()
+        self.sums += (labels.size, (labels == 1).sum(), loss)
+
+    def value(self, util: UtilBase | None = None) -> float:
+        """Returns the mean over all workers; every worker must call it."""
+        count, _, loss = np.asarray(reduced(util_of(util), self.sums))
+        return float(loss / count) if count else math.nan
 
 
-def _merged(parts: list[Array]) -> Array:
-    """Returns cells ordered by user and prediction, each pair once."""
-    cells = np.concatenate(parts, axis=1)
-    order = np.lexsort((cells[1], cells[0]))
-    cells = cells[:, order]
-    if cells.shape[1] == 0:
-        return cells
-    starts = np.flatnonzero(np.append(True, (np.diff(cells[:2]) != 0).any(axis=0)))
-    return np.concatenate([cells[:2, starts], np.add.reduceat(cells[2:], starts, axis=1)])
-
-
-def _areas(cells: Array) -> tuple[float, float]:
-    """Returns the sum over users with both classes of AUC times impressions, and their impressions."""
-    if cells.shape[1] == 0:
-        return 0.0, 0.0
-    users, _, pos, neg = cells
-    starts = np.flatnonzero(np.append(True, np.diff(users) != 0))
-    lengths = np.diff(np.append(starts, len(users)))
-    below = np.cumsum(neg) - neg
-    below = below - np.repeat(below[starts], lengths)
-    # A positive wins against each negative of its user with a lower prediction, and half against each tie.
-    wins = np.add.reduceat(pos * (below + neg / 2.0), starts)
-    num_pos = np.add.reduceat(pos, starts)
-    num_neg = np.add.reduceat(neg, starts)
-    both = (num_pos > 0) & (num_neg > 0)
-    impressions = (num_pos + num_neg)[both]
-    areas = wins[both] / (num_pos[both].astype(np.float64) * num_neg[both])
-    return float(np.dot(areas, impressions)), float(impressions.sum())
-
-
-class _Sums:
-    """Three sums of a worker: samples, positives, and a value of the subclass."""
-
-    def __init__(self) -> None:
-        self.sums: Array = np.zeros(3, np.float64)
-
-    def reset(self) -> None:
-        """Resets all sums."""
-        self.sums[:] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this worker's sums and the metric's name, for ``fleet.save`` and ``fleet.checkpoint``."""
-        return {"metric": type(self).__name__, "sums": torch.from_numpy(self.sums.copy())}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads sums; raises CheckpointError for the sums of another metric."""
-        _check_state(self, state_dict, "metric", "sums")
-        sums = np.array(host_array(state_dict["sums"]), np.float64)
-        own = type(self).__name__
-        if state_dict["metric"] != own or sums.shape != (3,):
-            raise CheckpointError(f"{own} cannot load sums of {state_dict['metric']} and shape {sums.shape}.")
-        self.sums = sums
-
-    set_state_dict = load_state_dict
-
-    def _add(self, labels: Array, value: float) -> None:
-        self.sums += (labels.size, float((labels == 1).sum()), value)
-
-    def _over_workers(self, util: UtilBase | None) -> tuple[float, float, float]:
-        count, positive, value = np.asarray(reduced(util_of(util), self.sums))
-        return float(count), float(positive), float(value)
-
-
-class StatNormalizedEntropy(_Sums):
+class StatNormalizedEntropy(StatLogLoss):
     """The mean log loss over the entropy of the average click rate: below 1 is better than predicting the average.
 
     Args:
@@ -276,29 +222,20 @@ class StatNormalizedEntropy(_Sums):
         1.0
     """
 
-    def __init__(self, epsilon: float = 1e-7) -> None:
-        if not isinstance(epsilon, float) or not 0.0 < epsilon < 0.5:
-            raise ConfigError(f"StatNormalizedEntropy(epsilon={epsilon!r}) takes a number above 0 and below 0.5.")
-        super().__init__()
-        self.epsilon = epsilon
-
-    def update(self, pred: Any, label: Any) -> None:
-        """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it."""
-        scores, labels = checked_batch("StatNormalizedEntropy.update", pred, label)
-        kept = np.clip(scores, self.epsilon, 1.0 - self.epsilon)
-        self._add(labels, float(-np.log(np.where(labels == 1, kept, 1.0 - kept)).sum()))
-
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the quotient over all workers, nan without a positive or a negative; every worker must call it."""
-        count, positive, loss = self._over_workers(util)
+        count, positive, loss = (float(total) for total in np.asarray(reduced(util_of(util), self.sums)))
         rate = positive / count if count else 0.0
         if not 0.0 < rate < 1.0:
             return math.nan
         return loss / count / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
 
 
-class StatCalibration(_Sums):
+class StatCalibration(WorkerSums):
     """The sum of the predictions over the number of positives: 1 is calibrated, above 1 predicts too much.
+
+    Args:
+        bins: number of equal parts of [0, 1] for :meth:`curve`; 24 bytes each.
 
     Example:
         >>> stat = fleet.metrics.StatCalibration()
@@ -307,15 +244,36 @@ class StatCalibration(_Sums):
         1.5
     """
 
+    def __init__(self, bins: int = 1) -> None:
+        if type(bins) is not int or bins < 1:
+            raise ConfigError(f"StatCalibration(bins={bins!r}) takes an integer of at least 1.")
+        super().__init__(3 * bins)  # samples of each part, positives of each, predictions of each
+        self.bins = bins
+
     def update(self, pred: Any, label: Any) -> None:
         """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it."""
         scores, labels = checked_batch("StatCalibration.update", pred, label)
-        self._add(labels, float(scores.sum()))
+        # An edge belongs to the part below it, as in scikit-learn's calibration_curve.
+        parts = np.searchsorted(np.linspace(0.0, 1.0, self.bins + 1)[1:-1], scores)
+        weights = (None, labels == 1, scores)
+        self.sums += np.concatenate([np.bincount(parts, weight, minlength=self.bins) for weight in weights])
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the quotient over all workers, nan without a positive; every worker must call it."""
-        _, positive, predicted = self._over_workers(util)
-        return predicted / positive if positive else math.nan
+        _, positive, predicted = np.asarray(reduced(util_of(util), self.sums)).reshape(3, self.bins).sum(axis=1)
+        return float(predicted / positive) if positive else math.nan
+
+    def curve(self, util: UtilBase | None = None) -> tuple[Array, Array]:
+        """Returns the rate of positives and the mean prediction of each part of [0, 1] that has samples.
+
+        Every worker must call it.
+
+        Returns:
+            Two float64 arrays, from the lowest part up, as ``sklearn.calibration.calibration_curve`` gives them.
+        """
+        totals = np.asarray(reduced(util_of(util), self.sums)).reshape(3, self.bins)
+        count, positive, predicted = totals[:, totals[0] > 0]
+        return positive / count, predicted / count
 
 
 class StatWindowedAuc:
@@ -353,8 +311,7 @@ class StatWindowedAuc:
     def update(self, pred: Any, label: Any) -> None:
         """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it; the oldest leaves a full window."""
         scores, labels = checked_batch("StatWindowedAuc.update", pred, label)
-        places = np.minimum((scores * self.bins).astype(np.int64), self.bins - 1)
-        self._append((2 * places + (labels == 1)).astype(np.uint32))
+        self._append((2 * places_of(scores, self.bins) + (labels == 1)).astype(np.uint32))
 
     def _append(self, codes: Array) -> None:
         self._batches.append(codes)
@@ -378,7 +335,7 @@ class StatWindowedAuc:
 
         Raises CheckpointError when they were made with a different number of bins.
         """
-        _check_state(self, state_dict, "bins", "sizes", "codes")
+        check_state(self, state_dict, "bins", "sizes", "codes")
         sizes, codes = (np.array(host_array(state_dict[name]), np.int64) for name in ("sizes", "codes"))
         fits = sizes.ndim == codes.ndim == 1 and int(sizes.sum()) == codes.size and bool((sizes >= 0).all())
         if state_dict["bins"] != self.bins or not fits or bool(((codes < 0) | (codes >= 2 * self.bins)).any()):

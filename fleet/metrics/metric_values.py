@@ -1,4 +1,4 @@
-"""Shared parts of the metrics over all workers: checks of their inputs, and sums over the workers."""
+"""Shared parts of the metrics over all workers: checks of what they are given, and sums over the workers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fleet.errors import ConfigError
+from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fleet.job.util import HostArray, UtilBase
 
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,6 +32,29 @@ def checked_batch(call: str, pred: Any, label: Any) -> tuple[Array, Array]:
     if not bool(np.all((labels == 0) | (labels == 1))):
         raise ConfigError(f"{call}(label): labels are 0 or 1; some are not.")
     return scores, labels
+
+
+def places_of(scores: Array, bins: int | None) -> Array:
+    """Returns the place of each probability in the order of all, int64: its part of ``bins``, or its float32 bits."""
+    if bins is not None:
+        # A prediction of exactly 1 belongs to the last part.
+        return np.minimum((scores * bins).astype(np.int64), bins - 1)
+    # The bits of numbers from 0 up are in the order of the numbers; adding 0 turns -0 into 0.
+    return (scores.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
+
+
+def ids_of(argument: str, ids: Any) -> Array:
+    """Returns ids as int64 of their shape, unsigned ones by their bits; raises ConfigError for what are no integers."""
+    array = np.asarray(host_array(ids))
+    if array.dtype.kind not in "iu" and array.size:
+        raise ConfigError(f"{argument}: ids are integers, got dtype {array.dtype}. Hash texts before.")
+    return array.astype(np.uint64).view(np.int64) if array.dtype.kind == "u" else array.astype(np.int64)
+
+
+def check_state(stat: object, state: Mapping[str, Any], *names: str) -> None:
+    """Raises CheckpointError when ``state`` is no ``state_dict()`` of ``stat``, whose state has the keys ``names``."""
+    if not set(names) <= set(state):
+        raise CheckpointError(f"{type(stat).__name__} loads its own state_dict(), got the keys {sorted(state)}.")
 
 
 def area_under(pos: Array, neg: Array) -> float:

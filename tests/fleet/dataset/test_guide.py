@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fleet
 from fleet.dataset.dataset_settings import MEMORY_OPTIONS
 from tests.test_readme import example, read, run
 
@@ -25,6 +26,17 @@ def test_the_programs_of_the_guide_run(tmp_path: Path) -> None:
     assert samples == "40"
     assert float(auc) > 0.6
     assert len(re.findall(r"batch \d+: loss=[\d.]+", done.stdout + done.stderr)) == 10
+
+
+def test_the_metrics_of_the_guide_print_what_it_says(tmp_path: Path) -> None:
+    done = run(example("docs/guides/data.md", "metrics.py"), tmp_path)
+    assert round(float(done.stdout.split()[-1]), 4) == 0.6667, done.stderr
+    assert "prints 0.6667" in read("docs/guides/data.md")
+
+
+def test_the_guide_names_every_metric() -> None:
+    named = set(re.findall(r"^\| `(Stat\w+)\(", read("docs/guides/data.md"), re.MULTILINE))
+    assert named == {name for name in fleet.metrics.__all__ if name.startswith("Stat")}
 
 
 @pytest.mark.parametrize("page", ["docs/guides/data.md", "docs/guides/data.zh-CN.md"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 
 import fleet
 from fleet.dataset.workers import GlooWorkers, OneWorker, WorkerGroup, sum_over, worker_group_of
@@ -63,6 +64,19 @@ def test_workers_without_a_group_are_told_what_to_set() -> None:
         worker_group_of(facade(), "global_shuffle")
 
 
+def _of_metrics(rank: int) -> list[float]:
+    """Metrics of which worker 0 has some samples, and worker 1 more, or none."""
+    exact, loss = fleet.metrics.StatAuc(bins=None), fleet.metrics.StatLogLoss()
+    recall, ndcg, alone = fleet.metrics.StatRecall(2), fleet.metrics.StatNdcg(2), fleet.metrics.StatRecall(1)
+    for stat in (exact, loss):
+        stat.update([0.9, 0.2, 0.6001] if rank else [0.6, 0.7], [1, 0, 1] if rank else [1, 0])
+    recall.update_ids([[7, 8]] if rank else [[7, 8], [5, 6]], [9] if rank else ([7, 9, 6], [0, 2, 3]))
+    ndcg.update([[0.1, 0.5, 0.3]] if rank else [[0.9, 0.2]], [[2, 0, 3]] if rank else [[0, 1]])
+    if rank == 0:
+        alone.update_ids([[3]], [3])
+    return [stat.value() for stat in (exact, loss, recall, ndcg, alone)]
+
+
 def _in_a_server_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     fleet.init()  # the servers are asked for at init_worker, which comes later
     dataset = made(write_files(Path(folder), [20 + rank], first=1000 * rank), batch_size=50)
@@ -71,6 +85,7 @@ def _in_a_server_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     stat = fleet.metrics.StatAuc(bins=10)
     stat.update([0.9, 0.2] if rank else [0.6, 0.7], [1, 0])
     return {
+        "exact": _of_metrics(rank),
         "before": before,
         "after": written(dataset),
         "size": dataset.get_memory_data_size(fleet),
@@ -103,6 +118,10 @@ def test_workers_of_a_server_job(tmp_path: Path, with_gloo: str | None) -> None:
     assert first["size"] == second["size"] == 41
     # Of 2 x 2 pairs of a positive and a negative the right one is above in three.
     assert first["metrics"] == second["metrics"] == [3, 2, 1, 0.25, 1.5, 2, 2, 0.75]
+    labels, scores = [1, 0, 1, 1, 0], [0.9, 0.2, 0.6001, 0.6, 0.7]
+    relevance, ranking = [[2, 0, 3, 0], [0, 1, 0, 0]], [[0.1, 0.5, 0.3, -1], [0.9, 0.2, -1, -2]]
+    expected = [roc_auc_score(labels, scores), log_loss(labels, scores), 0.5, ndcg_score(relevance, ranking, k=2), 1.0]
+    assert first["exact"] == second["exact"] == pytest.approx(expected)
 
 
 def test_who_cannot_exchange() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.metrics.metric_values import area_under, checked_batch, host_array, util_of
+from fleet.metrics.metric_values import area_under, checked_batch, host_array, ids_of, places_of, util_of
 
 
 def test_batches_are_flat_and_checked() -> None:
@@ -27,3 +27,18 @@ def test_values_on_the_host() -> None:
     assert host_array(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
     with pytest.raises(ConfigError, match="torch has no scopes"):
         util_of(None, object())
+
+
+def test_places_are_in_the_order_of_predictions() -> None:
+    scores = np.array([0.0, -0.0, 1e-30, 0.5, 1.0])
+    assert places_of(scores, 4).tolist() == [0, 0, 0, 2, 3]
+    exact = places_of(scores, None)
+    assert exact[0] == exact[1]
+    assert (np.diff(exact[1:]) > 0).all()
+
+
+def test_ids_are_integers() -> None:
+    assert ids_of("f(x)", np.array([[2**64 - 1]], np.uint64)).tolist() == [[-1]]
+    assert ids_of("f(x)", []).dtype == np.int64
+    with pytest.raises(ConfigError, match=r"f\(x\): ids are integers, got dtype float64"):
+        ids_of("f(x)", [0.5])

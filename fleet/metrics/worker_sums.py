@@ -1,0 +1,45 @@
+"""Sums of one worker, which are added over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import CheckpointError
+from fleet.metrics.metric_values import check_state, host_array
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class WorkerSums:
+    """A metric that is a function of a few sums over all samples, float64.
+
+    Args:
+        count: number of sums.
+        setting: what sums must share to be added, for example ``"k=10"``.
+    """
+
+    def __init__(self, count: int, setting: str = "") -> None:
+        self.sums: Array = np.zeros(count, np.float64)
+        self._name = f"{type(self).__name__}({setting})" if setting else type(self).__name__
+
+    def reset(self) -> None:
+        """Resets all sums."""
+        self.sums[:] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this worker's sums and the metric's name, for ``fleet.save`` and ``fleet.checkpoint``."""
+        return {"metric": self._name, "sums": torch.from_numpy(self.sums.copy())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads sums; raises CheckpointError for the sums of another metric."""
+        check_state(self, state_dict, "metric", "sums")
+        sums = np.array(host_array(state_dict["sums"]), np.float64)
+        if state_dict["metric"] != self._name or sums.shape != self.sums.shape:
+            raise CheckpointError(f"{self._name} cannot load sums of {state_dict['metric']} and shape {sums.shape}.")
+        self.sums = sums
+
+    set_state_dict = load_state_dict
