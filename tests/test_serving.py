@@ -1,7 +1,8 @@
-"""docs/serving/README.md, versions.md and their Chinese twins: every block runs, in the order in which it stands."""
+"""docs/serving/README.md, versions.md, retrieval.md and their Chinese twins: every block runs, in its order."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", ["README", "versions"])
+@pytest.mark.parametrize("page", ["README", "retrieval", "versions"])
 def test_both_languages_have_the_same_code(page: str) -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
@@ -31,7 +32,7 @@ def test_both_languages_have_the_same_code(page: str) -> None:
 
 
 def run_blocks(folder: Path, name: str) -> list[str]:
-    """Runs every block in ``folder`` and returns what each printed."""
+    """Runs every block of a page in ``folder``, and returns what each printed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = []
@@ -72,3 +73,13 @@ def test_every_block_runs(tmp_path: Path, name: str) -> None:
     assert "{'ads': 8, 'age': 8}" in done[1]
     assert "tensor([0.9" in done[3] or "tensor([1." in done[3]
     assert "a program of" in done[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["serving/retrieval.md", "serving/retrieval.zh-CN.md"])
+def test_every_block_of_retrieval_runs(tmp_path: Path, name: str) -> None:
+    _, searched, changed = run_blocks(tmp_path, name)
+    count, found = re.fullmatch(r"(\d+) items; (.*)\n", searched).groups()
+    digits = json.loads(found)
+    assert [row.count(digit) > 5 for row, digit in zip(digits, (7, 3), strict=True)] == [True, True]
+    assert changed == f"{count} ({count}, 16) 0\n0\n"
