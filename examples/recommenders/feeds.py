@@ -29,11 +29,13 @@ class Sampling(NamedTuple):
 
     Args:
         negatives: items; for word2vec, of each pair.
+        power: of the number of times that an item was shown, to which its probability to be drawn is proportional.
         window: word2vec's pairs are at most so many items apart.
         length: SASRec's longest sequence.
     """
 
     negatives: int = 0
+    power: float = 0.75
     window: int = 3
     length: int = 50
 
@@ -68,7 +70,7 @@ class Feed:
         self.dataset = fleet.ParquetDataset(
             source, columns=columns, batch_size=batch_size, shuffle_seed=seed, rest="drop"
         )
-        self.catalogue = Catalogue.read(folder)
+        self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
         self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
         self.most = most
