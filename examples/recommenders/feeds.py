@@ -134,7 +134,7 @@ def inputs_of(net: Any) -> tuple[str, ...]:
     return (*net.USER_INPUTS, *net.ITEM_INPUTS) if hasattr(net, "USER_INPUTS") else net.INPUTS
 
 
-def test_day(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
+def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
     """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
     columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
     return fleet.ParquetDataset(
