@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue import Catalogue
-from feeds import inputs_of, test_day
+from feeds import inputs_of, held_out
 from torch import Tensor, nn
 
 import fleet
@@ -35,7 +35,7 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     tasks = ("click",) if ranks else net.TASKS
     stats = {(task, who): fleet.metrics.StatAuc(BINS) for task in tasks for who in ("model", "popularity", "best")}
     clicked: list[dict[str, Tensor]] = []
-    for batch in test_day(folder, inputs_of(net)):
+    for batch in held_out(folder, inputs_of(net)):
         outputs = {"click": (net.of_users(batch) * net.of_items(batch)).sum(1)} if ranks else net(batch)
         truth = {"click": batch["p_click"], "purchase": batch["p_click"] * batch["p_purchase"]}
         for task in tasks:

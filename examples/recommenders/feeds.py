@@ -29,11 +29,13 @@ class Sampling(NamedTuple):
 
     Args:
         negatives: items; for word2vec, of each pair.
+        power: of the number of times that an item was shown, to which its probability to be drawn is proportional.
         window: word2vec's pairs are at most so many items apart.
         length: SASRec's longest sequence.
     """
 
     negatives: int = 0
+    power: float = 0.75
     window: int = 3
     length: int = 50
 
@@ -68,7 +70,7 @@ class Feed:
         self.dataset = fleet.ParquetDataset(
             source, columns=columns, batch_size=batch_size, shuffle_seed=seed, rest="drop"
         )
-        self.catalogue = Catalogue.read(folder)
+        self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
         self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
         self.most = most
@@ -132,7 +134,7 @@ def inputs_of(net: Any) -> tuple[str, ...]:
     return (*net.USER_INPUTS, *net.ITEM_INPUTS) if hasattr(net, "USER_INPUTS") else net.INPUTS
 
 
-def test_day(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
+def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
     """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
     columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
     return fleet.ParquetDataset(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed, inputs_of, test_day
+from feeds import Feed, inputs_of, held_out
 from models import MODELS
 from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
@@ -120,7 +120,7 @@ def make_feed(
 
 def save(net: Any, folder: Path, target: Path) -> None:
     """Writes the tables and the program; of a model that ranks all items, one for users and one for items."""
-    batch = next(iter(test_day(folder, inputs_of(net))))
+    batch = next(iter(held_out(folder, inputs_of(net))))
 
     def example(part: Any) -> tuple[dict[str, torch.Tensor]]:
         return ({name: batch[name] for name in part.INPUTS},)
