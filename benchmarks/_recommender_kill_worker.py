@@ -2,7 +2,7 @@
 
 Each step goes as a line ``rank step time pid`` into the file ``steps``, which is what the one who kills reads. A job
 of fleet also counts the updates that its server has: the row of a worker in a table of its own takes 1 from each of
-them. Argument: settings. Ends when the file ``finish`` is there, and writes ``counted.RANK.json``.
+them. Argument: settings. Ends before the step that the file ``finish`` names, and writes ``counted.RANK.json``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def steps(
     folder = Path(settings["folder"])
     batches = batches_of(draw(settings["tables"], settings["ids"], 1 + rank), BATCH, by_name)
     file = os.open(folder / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    finish = folder / "finish"
     for number, batch in zip(count(first), batches, strict=False):
-        if (folder / "finish").exists():
+        if finish.exists() and number >= int(finish.read_text()):
             return number
         step(batch)
         os.write(file, b"%d %d %.4f %d\n" % (rank, number, time.time(), os.getpid()))

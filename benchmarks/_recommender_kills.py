@@ -25,7 +25,8 @@ from _ps_job import HERE
 from _table import markdown, spread
 
 WORKERS, TABLES, LIMIT_S = 2, 26, 240.0
-BEFORE, AFTER = 100, 100  # steps of each worker before the kill, and after everything runs again
+# Steps of each worker before the kill, and after everything runs again; and those that both do after the last one seen.
+BEFORE, AFTER, LAST = 100, 100, 50
 CASES = (("sync", "worker"), ("sync", "server"), ("async", "worker"), ("async", "server"), ("ddp", "worker"))
 NAMES = {"sync": "fleet, sync", "async": "fleet, async", "ddp": "plain torch, DDP, under torchrun"}
 # torchrun's default store hands old addresses to restarted workers; this opt-out lets it recover.
@@ -79,7 +80,7 @@ def killed_once(mode: str, target: str, num_ids: int) -> Killed:
         try:
             return kill_and_watch(process, folder, target)
         finally:
-            (folder / "finish").touch()
+            finish(folder, 0)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             with contextlib.suppress(OSError):
@@ -112,9 +113,16 @@ def kill_and_watch(process: subprocess.Popen[Any], folder: Path, target: str) ->
         wait_until(process, folder, lambda: any(step.pid != victim for step in steps_of(folder) if step.rank == 1))
         after = wait_for_steps(process, folder, time.time(), AFTER)
     pauses = tuple(longest_pause([step.time for step in after if step.rank == rank], killed) for rank in (0, 1))
-    (folder / "finish").touch()
+    finish(folder, max(step.number for step in steps_of(folder)) + LAST)
     process.wait(LIMIT_S)
     return Killed((pauses[0], pauses[1]), lost_updates(folder, killed))
+
+
+def finish(folder: Path, step: int) -> None:
+    """Lets the workers end before a step; the same one for both, so that each update of sync mode has two gradients."""
+    part = folder / "finish.part"
+    part.write_text(f"{step}")
+    part.replace(folder / "finish")
 
 
 def lost_updates(folder: Path, killed: float) -> int:

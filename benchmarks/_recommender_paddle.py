@@ -2,8 +2,8 @@
 
 Runs in an environment of its own, without fleet and torch. A program of Paddle scores held-out samples only while it
 trains on them, so the AUC is taken before each of their updates: they are the last samples of the job. Rows have
-Paddle's Adagrad for each number (``StdAdaGradSGDRule``), with the constants that make it torch's; dense parameters have
-Adam, because Paddle's servers know no Adagrad for them. Arguments: settings. Writes ``samples.RANK.json``.
+Paddle's Adagrad for each number (``StdAdaGradSGDRule``); dense parameters have Adam, because Paddle's servers know no
+Adagrad for them. Arguments: settings. Writes ``samples.RANK.json``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import paddle.distributed.fleet as fleet
 from _recommender_clicks import auc, clicks, held_out, resident_bytes
 
 DIM, WIDTHS, TOWER_WIDTHS = 12, (400, 400, 1), (128, 32)  # as in _tables_model and _recommender_model
-RATE, DENSE_RATE, START = 0.01, 0.001, 0.01 * 3**0.5  # a uniform start of the peers' standard deviation
-FIRST_SUM = 1e-6  # Paddle's rate of a row is RATE / sqrt(FIRST_SUM) * sqrt(FIRST_SUM / (FIRST_SUM + sum of squares))
+# Paddle's documented rate and first sum of squares: its Adagrad divides by the squares before a gradient, which no
+# constants make torch's. The start is uniform and has the peers' standard deviation.
+RATE, FIRST_SUM, DENSE_RATE, START = 0.05, 3.0, 0.001, 0.01 * 3**0.5
 UNCOUNTED, SCORED, NUM_PARTS = 20, 10_000, 10
 paddle.enable_static()
 
@@ -60,7 +61,7 @@ def table_configs(names: list[str]) -> dict[str, dict[str, Any]]:
         configs[f"{accessor}.accessor_class"] = "SparseAccessor"
         for part in ("embed_sgd_param", "embedx_sgd_param"):
             configs[f"{accessor}.{part}.name"] = "StdAdaGradSGDRule"
-            adagrad = {"learning_rate": RATE / FIRST_SUM**0.5, "initial_g2sum": FIRST_SUM, "initial_range": START}
+            adagrad = {"learning_rate": RATE, "initial_g2sum": FIRST_SUM, "initial_range": START}
             configs.update({f"{accessor}.{part}.adagrad.{key}": value for key, value in adagrad.items()})
         found[name] = configs
     return found
@@ -72,7 +73,7 @@ def build(settings: dict[str, Any]) -> tuple[list[str], Any]:
     ids = [paddle.static.data(name, [None, 1], "int64") for name in names]
     label = paddle.static.data("label", [None, 1], "float32")
     rows = []
-    for name, column in zip(names, ids):
+    for name, column in zip(names, ids, strict=True):
         attribute = paddle.ParamAttr(name=f"t_{name}", initializer=paddle.nn.initializer.Uniform(-START, START))
         looked_up = paddle.static.nn.sparse_embedding(column, size=[settings["ids"], DIM], param_attr=attribute)
         rows.append(paddle.reshape(looked_up, [-1, DIM]))
@@ -110,7 +111,7 @@ def train(settings: dict[str, Any], executor: Any, names: list[str], score: Any)
         processes += [path.suffix[1:] for path in Path(settings["folder"]).glob("server.*")]
 
     def run(ids: np.ndarray, labels: np.ndarray, fetched: list[Any]) -> Any:
-        feed = {name: column[:, None] for name, column in zip(names, ids)}
+        feed = {name: column[:, None] for name, column in zip(names, ids, strict=True)}
         return executor.run(program, feed={**feed, "label": labels[:, None]}, fetch_list=fetched)
 
     ids, labels, _ = clicks(settings["tables"], settings["ids"], settings["samples"] // 2, 1 + fleet.worker_index())

@@ -160,9 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "kills"))
     parser.add_argument("--models", nargs="+", choices=("deepfm", "towers"), default=["deepfm", "towers"])
     parser.add_argument("--ids", type=int, nargs="+", help="of all tables (default: 1,000,000 and 20,000,000)")
-    parser.add_argument(
-        "--batches", type=int, nargs="+", help="batch sizes; the AUC is of the first (default: 100 1000)"
-    )
+    parser.add_argument("--batches", type=int, nargs="+", help="sizes; the AUC is of the first (default: 100 1000)")
     parser.add_argument("--samples", type=int, help="of both workers, for the AUC (default: 200,000)")
     parser.add_argument("--blocks", type=int, help="pairs of blocks (default: 5)")
     parser.add_argument("--torchrec", metavar="PYTHON", help="interpreter of an environment with torchrec 1.4.0")
