@@ -12,11 +12,11 @@ from _ps_job import HERE, written
 from _ps_standby import endpoint
 from _ps_tables import NUM_WORKERS, Case, Worker
 
-PADDLE = "Paddle 2.6.2"
+PADDLE, MODE = "Paddle 2.6.2, async", "async"  # its sync mode ends with a segmentation fault in its send_barrier
 
 
-def paddle_job(case: Case, mode: str, python: str, limit_s: float = 600) -> list[Worker]:
-    """Runs a server and two workers with the interpreter ``python``; returns what the workers wrote."""
+def paddle_job(case: Case, python: str, limit_s: float = 600) -> list[Worker]:
+    """Runs a server and two workers with the interpreter ``python``; returns what the workers wrote, or nothing."""
     server, *workers = (endpoint() for _ in range(1 + NUM_WORKERS))
     roles = [{"TRAINING_ROLE": "PSERVER", "PADDLE_PORT": server.rpartition(":")[2]}]
     for rank, one in enumerate(workers):
@@ -31,7 +31,7 @@ def paddle_job(case: Case, mode: str, python: str, limit_s: float = 600) -> list
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
-        settings = json.dumps({**case.settings(mode), "folder": folder})
+        settings = json.dumps({**case.settings(MODE), "folder": folder})
         processes = []
         for number, role in enumerate(roles):
             with Path(folder, f"log.{number}").open("w") as log:
@@ -40,11 +40,14 @@ def paddle_job(case: Case, mode: str, python: str, limit_s: float = 600) -> list
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         try:
             codes = [process.wait(limit_s) for process in processes[1:]]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        if any(codes):
-            logs = [Path(folder, f"log.{number}").read_text()[-2000:] for number in range(len(roles))]
-            raise SystemExit("\n".join([f"{PADDLE}, {mode}: the workers ended with {codes}", *logs]))
-        return written(folder)
+        if not any(codes):
+            return written(folder)
+        logs = [Path(folder, f"log.{number}").read_text()[-1000:] for number in range(len(roles))]
+        print("\n".join([f"{PADDLE}: left out, its workers ended with {codes}", *logs]))
+        return []

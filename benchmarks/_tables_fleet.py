@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -80,6 +81,18 @@ class Sent:
         SocketConnection.send = counted  # type: ignore[method-assign]
 
 
+def delay_messages(seconds: float) -> None:
+    """Lets each message wait before this process sends it, one after the other: at least what a slow cable costs."""
+    send = SocketConnection.send
+
+    def delayed(connection: SocketConnection, buffers: Sequence[Any], timeout_s: float | None = None) -> None:
+        time.sleep(seconds)
+        send(connection, buffers, timeout_s)
+
+    if seconds:
+        SocketConnection.send = delayed  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Runs what the settings in argument 1 say."""
     settings = json.loads(sys.argv[1])
@@ -90,6 +103,9 @@ def main() -> None:
     strategy.a_sync = settings["mode"] in ("async", "geo")
     if settings["mode"] == "geo":
         strategy.a_sync_configs = {"k_steps": 100}
+    if settings.get("wire"):
+        strategy.a_sync_configs = {"wire": settings["wire"]}
+    delay_messages(settings.get("delay_s", 0.0))
     if settings["mode"] == "hybrid":
         strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
     rule = getattr(torch.optim, settings["rule"])
@@ -149,9 +165,25 @@ def fill(rows: nn.Module, num_tables: int, num_ids: int) -> None:
 
 
 def gauges_of(sent: Sent, folder: str) -> Gauges:
-    """Returns the processor time of this process, that of all servers (worker 0), and the messages sent."""
+    """Returns the processor time of this process, that of all servers (worker 0), the messages and bytes sent."""
     servers = servers_of(folder)
-    return {"own_s": time.process_time, "servers_s": lambda: sum(map(used_s, servers)), "messages": lambda: sent.count}
+    counts = {
+        "messages": lambda: sent.count,
+        "sent_bytes": lambda: cable_bytes()[0],
+        "taken_bytes": lambda: cable_bytes()[1],
+    }
+    return {
+        "own_s": time.process_time,
+        "servers_s": lambda: sum(map(used_s, servers)),
+        "messages": lambda: sent.count,
+        **cable,
+    }
+
+
+def cable_bytes() -> tuple[int, int]:
+    """Returns the bytes that all processes of this node have sent and received on ``eth0``; 0 where there is none."""
+    found = re.search(r"^ *eth0: *(\d+)(?: +\d+){7} +(\d+)", Path("/proc/net/dev").read_text(), re.M)
+    return (int(found[2]), int(found[1])) if found else (0, 0)
 
 
 def servers_of(folder: str) -> list[str]:

@@ -88,9 +88,9 @@ def measured(case: Case, torchrec: str | None, paddle: str | None) -> Iterator[S
     for what, script, python in peers:
         if python:
             yield system(case, what, gloo_job(case, what, script, python))
+    if paddle and (workers := paddle_job(case, paddle)):
+        yield System(PADDLE, workers)
     for mode in MODES:
-        if paddle:
-            yield System(f"{PADDLE}, {mode}", paddle_job(case, mode, paddle))
         for variant in OURS:
             workers = job("_tables_fleet.py", case.settings(mode, variant), case.servers)
             yield system(case, f"{mode}, {VARIANTS[variant]}", workers)
@@ -112,13 +112,11 @@ def cells(one: System, all_of_them: Sequence[System], size: int, first: bool) ->
 
 
 def beside(one: System, others: Sequence[System], size: int, name: str, first: bool) -> str:
-    """Returns by processor time and by samples how often ``one`` does what the named system does in the same mode.
+    """Returns by processor time and by samples how often ``one`` does what the named system does.
 
     Both have blocks in turn with plain torch: the ratio of their shares. Otherwise the ratio of the passes.
     """
     found = [other for other in others if other.what.startswith(name) and other is not one]
-    if name == PADDLE:
-        found = [other for other in found if other.what.endswith(one.what.partition(",")[0])]
     if not found:
         return "-"
     if one.rows and found[0].rows:
