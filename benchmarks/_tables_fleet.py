@@ -167,17 +167,9 @@ def fill(rows: nn.Module, num_tables: int, num_ids: int) -> None:
 def gauges_of(sent: Sent, folder: str) -> Gauges:
     """Returns the processor time of this process, that of all servers (worker 0), the messages and bytes sent."""
     servers = servers_of(folder)
-    counts = {
-        "messages": lambda: sent.count,
-        "sent_bytes": lambda: cable_bytes()[0],
-        "taken_bytes": lambda: cable_bytes()[1],
-    }
-    return {
-        "own_s": time.process_time,
-        "servers_s": lambda: sum(map(used_s, servers)),
-        "messages": lambda: sent.count,
-        **cable,
-    }
+    cable = {"sent_bytes": lambda: cable_bytes()[0], "taken_bytes": lambda: cable_bytes()[1]}
+    used = {"own_s": time.process_time, "servers_s": lambda: sum(map(used_s, servers))}
+    return {**used, "messages": lambda: sent.count, **cable}
 
 
 def cable_bytes() -> tuple[int, int]:
