@@ -99,7 +99,7 @@ class Processes:
         while not done():
             codes = {name: process.poll() for name, process in self.running.items()}
             if any(codes.values()) or time.monotonic() > deadline:
-                logs = [f"{name}: {(self._folder / f'{name}.log').read_text()[-2000:]}" for name in codes]
+                logs = [f"{name}: {(self._folder / f'{name}.log').read_text()[-1500:]}" for name in codes]
                 raise SystemExit("\n".join([f"the processes ended with {codes}", *logs]))
             time.sleep(0.1)
 
