@@ -60,12 +60,22 @@ class Case:
     blocks: int
     seconds: float
     servers: int
+    model: str = "clicks"
+    samples: int = 0  # trained on before the blocks, for an AUC
 
     def settings(self, mode: str = "sync", variant: str = "") -> dict[str, Any]:
         """Returns the settings of a worker; geo is for plain SGD only."""
         measured = {"tables": self.tables, "ids": self.ids, "batches": self.batches}
         blocks = {"blocks": self.blocks, "seconds": self.seconds}
-        return {**measured, **blocks, "mode": mode, "variant": variant, "rule": "SGD" if mode == "geo" else "Adagrad"}
+        learned = {"model": self.model, "samples": self.samples}
+        return {
+            **measured,
+            **blocks,
+            **learned,
+            "mode": mode,
+            "variant": variant,
+            "rule": "SGD" if mode == "geo" else "Adagrad",
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +101,7 @@ def print_tables(args: argparse.Namespace) -> None:
         sizes = args.batches or [100]
         case = Case(tables=num_tables, ids=num_ids, batches=sizes, blocks=blocks, seconds=seconds, servers=args.servers)
         if args.torchrec:
-            rows += rows_of_job(case, TORCHREC, torchrec_job(case, args.torchrec))
+            rows += rows_of_job(case, TORCHREC, gloo_job(case, TORCHREC, "_tables_torchrec.py", args.torchrec))
         for mode in args.modes or MODES:
             for name in variants:
                 workers = job("_tables_fleet.py", case.settings(mode, name), args.servers)
@@ -101,22 +111,23 @@ def print_tables(args: argparse.Namespace) -> None:
         print(f"{TORCHREC}: not measured, needs --torchrec PYTHON; _ps_tables.py says how to make its environment.")
 
 
-def torchrec_job(case: Case, python: str) -> list[Worker]:
-    """Runs two workers of TorchRec with the interpreter ``python``; returns what they wrote."""
+def gloo_job(case: Case, what: str, script: str, python: str) -> list[Worker]:
+    """Runs two workers of a script of this folder with the interpreter ``python``; returns what they wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        script, settings = str(HERE / "_tables_torchrec.py"), json.dumps({**case.settings(), "folder": folder})
+        settings = json.dumps({**case.settings(), "folder": folder})
         local = {"LOCAL_WORLD_SIZE": str(NUM_WORKERS), "OMP_NUM_THREADS": "1"}
         workers = []
         for rank in range(NUM_WORKERS):
             with Path(folder, f"log.{rank}").open("w") as log:
-                command = [python, script, settings, str(rank)]
+                command = [python, str(HERE / script), settings, str(rank)]
                 environment = {**os.environ, **local, "LOCAL_RANK": str(rank)}
                 workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
         codes = [worker.wait() for worker in workers]
         if any(codes):
             logs = [Path(folder, f"log.{rank}").read_text()[-2000:] for rank in range(NUM_WORKERS)]
-            raise SystemExit("\n".join([f"{TORCHREC}: the workers ended with {codes}", *logs]))
-        print(f"{TORCHREC}: {Path(folder, 'plan.0').read_text()}")
+            raise SystemExit("\n".join([f"{what}: the workers ended with {codes}", *logs]))
+        for plan in Path(folder).glob("plan.0"):
+            print(f"{what}: {plan.read_text()}")
         return written(folder)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from _recommender_clicks import draw_ranks, spread_ids
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 DIM, WIDTHS = 12, (400, 400)
 SAMPLES = 32_768
-EXPONENT = 1.2
 RATE = 0.01
+START_STD = 0.01  # of the normal distribution that rows begin with
 # Steps at the start of a block that are not counted: caches are warm then. After more of them the queues of an async
 # worker are as full as they stay.
 UNCOUNTED, UNCOUNTED_ASYNC = 3, 20
@@ -47,11 +48,7 @@ class Clicks(nn.Module):
     def __init__(self, rows: nn.Module, num_tables: int) -> None:
         super().__init__()
         self.rows = rows
-        widths = (num_tables * DIM, *WIDTHS)
-        layers: list[nn.Module] = []
-        for i in range(len(WIDTHS)):
-            layers += [nn.Linear(widths[i], widths[i + 1]), nn.ReLU()]
-        self.deep = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+        self.deep = layers(num_tables * DIM)
 
     def forward(self, ids: Any) -> Tensor:
         """Returns the logits."""
@@ -59,14 +56,35 @@ class Clicks(nn.Module):
         return logits
 
 
+def layers(width: int, *widths: int) -> nn.Sequential:
+    """Returns linear layers of these widths with ReLU between them; without any, WIDTHS and a logit."""
+    chain = (width, *(widths or (*WIDTHS, 1)))
+    made: list[nn.Module] = []
+    for i in range(len(chain) - 1):
+        made += [nn.Linear(chain[i], chain[i + 1]), nn.ReLU()]
+    return nn.Sequential(*made[:-1])
+
+
+def small_embedding(num_ids: int) -> nn.Embedding:
+    """Returns the table of a feature in plain torch, which begins as the tables of its peers do."""
+    table = nn.Embedding(num_ids, DIM, sparse=True)
+    nn.init.normal_(table.weight, std=START_STD)
+    return table
+
+
 def names_of(num_tables: int) -> list[str]:
     """Returns the names of the features."""
     return [f"c{i}" for i in range(num_tables)]
 
 
-def plain_torch(num_tables: int, num_ids: int, rule: type[torch.optim.Optimizer]) -> Callable[[Batch], None]:
+def plain_torch(
+    num_tables: int,
+    num_ids: int,
+    rule: type[torch.optim.Optimizer],
+    make: Callable[[nn.Module, int], nn.Module] = Clicks,
+) -> Callable[[Batch], None]:
     """Returns a step of the model in one process of plain torch."""
-    model = Clicks(Separate(names_of(num_tables), lambda: nn.Embedding(num_ids, DIM, sparse=True)), num_tables)
+    model = make(Separate(names_of(num_tables), lambda: small_embedding(num_ids)), num_tables)
     return step_of(model, rule(model.parameters(), lr=RATE))  # type: ignore[call-arg]
 
 
@@ -86,16 +104,15 @@ def step_of(model: Any, optimizer: Any) -> Callable[[Batch], None]:
 def draw(num_tables: int, num_ids: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns ids (tables, samples) that follow Zipf's law in each table, popular ones anywhere in it, and labels."""
     rng = np.random.default_rng(seed)
-    edges = np.cumsum(np.arange(1, num_ids + 1, dtype=np.float64) ** -EXPONENT)
-    ranks = np.searchsorted(edges / edges[-1], rng.random((num_tables, SAMPLES)))
+    ranks = draw_ranks(rng, num_tables, num_ids, SAMPLES)
     labels = (rng.random(SAMPLES) < 0.25).astype(np.float32)
-    return torch.from_numpy(ranks * 7919 % num_ids), torch.from_numpy(labels)
+    return torch.from_numpy(spread_ids(ranks, num_ids)), torch.from_numpy(labels)
 
 
 def batches_of(samples: tuple[Tensor, Tensor], size: int, form: Callable[[Tensor], Any]) -> Iterator[Batch]:
     """Yields the same batches over and over; ``form`` makes the model's input of ids (tables, batch), before timing."""
     ids, labels = samples
-    starts = range(0, SAMPLES - size + 1, size)
+    starts = range(0, len(labels) - size + 1, size)
     return cycle([(form(ids[:, i : i + size].contiguous()), labels[i : i + size]) for i in starts])
 
 

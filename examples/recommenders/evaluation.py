@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue import Catalogue
-from feeds import inputs_of, held_out
+from feeds import held_out, inputs_of
 from torch import Tensor, nn
 
 import fleet
