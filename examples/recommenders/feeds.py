@@ -90,13 +90,7 @@ class Feed:
             yield self.prepare(batch)
 
     def _dssm(self, batch: Batch) -> Batch:
-        found = {**batch, "log_q": self.catalogue.log_shown(batch["item"])}
-        if self.sampling.negatives:
-            drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
-            columns = self.catalogue.columns(drawn)
-            found |= {f"negative.{name}": values for name, values in columns.items()}
-            found["negative.log_q"] = self.catalogue.log_drawn(drawn)
-        return found
+        return with_candidates(batch, self.catalogue, self.draw, self.sampling.negatives)
 
     def _word2vec(self, batch: Batch) -> Batch:
         centre, context = pairs(batch["items"], batch["items.offsets"], self.sampling.window)
@@ -108,6 +102,16 @@ class Feed:
         items = padded(batch["items"], batch["items.offsets"], self.sampling.length)
         drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
         return {"items": items, "negative": self.catalogue.item[drawn]}
+
+
+def with_candidates(batch: Batch, catalogue: Catalogue, draw: np.random.Generator, negatives: int) -> Batch:
+    """Returns the batch with what DSSM's loss takes: the shares of its items, and so many items that are drawn."""
+    found = {**batch, "log_q": catalogue.log_shown(batch["item"])}
+    if negatives:
+        drawn = catalogue.drawn(draw, negatives)
+        found |= {f"negative.{name}": values for name, values in catalogue.columns(drawn).items()}
+        found["negative.log_q"] = catalogue.log_drawn(drawn)
+    return found
 
 
 def pairs(items: Tensor, offsets: Tensor, window: int) -> tuple[Tensor, Tensor]:
