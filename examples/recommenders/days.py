@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 from catalogue import Catalogue
 from feeds import with_candidates
-from models.dssm import ITEM_COLUMNS, DSSM
+from models.dssm import DSSM, ITEM_COLUMNS
 from torch import Tensor
 
 import fleet
@@ -32,17 +32,20 @@ class Days:
         self.count = int(json.loads((folder / "shop.json").read_text(encoding="utf-8"))["days"])
         self.catalogue = Catalogue.read(folder)
 
-    def batches(self, day: int, batch_size: int, negatives: int, *, broken: bool = False) -> Iterator[Batch]:
+    def batches(
+        self, day: int, batch_size: int, negatives: int, *, seed: int = 0, broken: bool = False
+    ) -> Iterator[Batch]:
         """Yields a day in time order, each worker its share; negatives are items of that day.
 
         Args:
             day: from 0.
             batch_size: impressions.
             negatives: items that are drawn for a batch.
+            seed: of the draws.
             broken: credits each impression to the next item in the order of ids, as a join does that is off by a row.
         """
         shown = self._shown(day)
-        draw = np.random.default_rng([day, fleet.data_rank()])
+        draw = np.random.default_rng([day, seed])
         columns = [*USER_COLUMNS, *ITEM_COLUMNS, "click"]
         for batch in fleet.ParquetDataset(self._path(day), columns=columns, batch_size=batch_size, rest="drop"):
             if broken:

@@ -28,14 +28,13 @@ from models.dssm import DSSM
 from options import positive_int
 from page import write_page
 from sources import open_data
-from story import Story
+from story import REPLICAS, Story
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.with_name("wide_and_deep")))
 from processes import running, wait_for  # noqa: E402  (of the other example)
 
-SHOP = "simulated:users=5000,items=12000,days=8,impressions=480000"
-REPLICAS = ("first", "second")
+SHOP = "simulated:users=5000,items=8000,days=7,impressions=560000"
 TOP = 50
 TICK_S = 0.1  # between requests to a replica
 CLICKS_S = 1.0  # between requests for many users
@@ -127,17 +126,20 @@ def main() -> None:
     script = partial(running, sys.executable)
     shared: tuple[str | Path, ...] = (args.folder, "--data", days.folder)
     job_line: list[str | Path] = ["-m", "fleet.launch", "--server_num=1", f"--worker_num={args.workers}"]
-    job_line += ["--log_dir", logs, HERE / "train_days.py", *shared, "--bad-day", str(args.bad_day)]
+    job_line += ["--log_dir", logs, HERE / "train_days.py", *shared, "--guarded", "--bad-day", str(args.bad_day)]
     job_line += ["--batch-size", str(args.batch_size)]
     environment = {**os.environ, "FLEET_PS_FOLDER": str(args.folder / "journal")}
     with ExitStack() as stack:
         job = stack.enter_context(script(*job_line, env=environment, stdout=subprocess.DEVNULL))
         wait_for(args.folder / "rows" / "versions" / "day-0" / "version.json", job, logs)
+        # Training waits for the guard after each day, so the processes that begin here meet all days but the first.
         towers, rows = args.folder / "towers", args.folder / "rows"
         serve = (HERE / "retrieve.py", towers, rows, days.folder / "items.parquet", "--port=0", "--kind", args.kind)
         servers = [stack.enter_context(script(*serve, stdout=subprocess.PIPE)) for _ in REPLICAS]
-        stack.enter_context(script(HERE / "watch.py", *shared, "--drop", str(args.drop)))
-        visitors = Visitors([url_of(server) for server in servers], days, events, args.clicks)
+        watch = (HERE / "watch.py", *shared, "--drop", str(args.drop))
+        guard = stack.enter_context(script(*watch, stdout=subprocess.PIPE))
+        visitors = Visitors([first_line(server) for server in servers], days, events, args.clicks)
+        first_line(guard)
         while job.poll() is None:
             visitors.tick()
             time.sleep(TICK_S)
@@ -151,13 +153,13 @@ def main() -> None:
     print(f"the page: {args.folder / 'index.html'}")
 
 
-def url_of(server: subprocess.Popen[str]) -> str:
-    """Returns the address that a replica prints when it answers."""
-    assert server.stdout is not None
-    url = server.stdout.readline().strip()
-    if not url:
-        raise SystemExit("A replica of the service ended before it answered.")
-    return url
+def first_line(process: subprocess.Popen[str]) -> str:
+    """Returns what a process prints when it is ready: a replica its address."""
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit(f"{process.args[1]} ended before it was ready.")
+    return line
 
 
 def read_arguments() -> argparse.Namespace:
@@ -166,9 +168,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="for everything that is written; what is there is replaced")
     parser.add_argument("--data", default=SHOP, help="the shop, as for train.py (default: %(default)s)")
     parser.add_argument("--workers", type=positive_int, default=1, help="of the job (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive_int, default=256, help="of a worker (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="of a worker (default: %(default)s)")
     parser.add_argument("--bad-day", type=int, default=3, help="from 0; -1 for none (default: %(default)s)")
-    parser.add_argument("--drop", type=float, default=0.05, help="what recall may lose (default: %(default)s)")
+    parser.add_argument("--drop", type=float, default=0.03, help="what recall may lose (default: %(default)s)")
     parser.add_argument("--clicks", type=positive_int, default=400, help="asked for at once (default: %(default)s)")
     parser.add_argument("--kind", choices=("exact", "ivf"), default="exact", help="of the index (default: %(default)s)")
     return parser.parse_args()

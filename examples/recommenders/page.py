@@ -13,7 +13,7 @@ from days import Days
 from formats.ids import ids_of
 from simulator.items import CATEGORIES
 from simulator.settings import TOPICS
-from story import Points, Story
+from story import REPLICAS, Points, Story
 
 SIZE = 1000  # of a plot, in its own units
 
@@ -71,11 +71,12 @@ def write_page(path: Path, story: Story, days: Days, portraits: Sequence[dict[st
         days: the shop.
         portraits: users: ``history``, ``shown`` and ``clicked``, ids of items.
     """
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in story.facts().items())
+    facts = story.facts().items()
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
     body = f"""<h1>Two towers, trained and served at once, and a bad day</h1>
-<p class="soft">A job trains on the impressions of a shop, day after day, and names a version after each. Two replicas of
-a service answer meanwhile which items are nearest to a user. On one day the impressions name the wrong items: a guard
-takes both replicas back to the best version, and training goes back, too.</p>
+<p class="soft">A job trains on the impressions of a shop, day after day, and names a version after each. Two replicas
+of a service answer meanwhile which items are nearest to a user. On one day the impressions name the wrong items: a
+guard takes both replicas back to the best version, and training goes back, too.</p>
 {charts(story)}
 <h2>Figures</h2><div class="card"><table>{rows}</table></div>
 <h2>Users</h2><p class="soft">Categories of the items that a user clicked, oldest first, and of those that the service
@@ -91,81 +92,71 @@ answers with now, nearest first. Categories of a topic have a colour.</p>
 
 def charts(story: Story) -> str:
     """Returns the charts: what is found, how fast, and how old it is."""
-    newest, hits = story.points("score", "value", version=None), story.points("hits", "value")
-    found = chart(
-        story, "Clicks of the next day that are found", "recall@50",
-        [Line("newest rows, by the guard, among items on sale", newest), Line("answers of the service", hits)],
-    )  # fmt: skip
-    replicas = [
-        [(one["at"], one["ms"]) for one in story.answers if one["replica"] == replica]
-        for replica in ("first", "second")
-    ]
-    usual = float(np.percentile([ms for points in replicas for _, ms in points], 99.5))
-    latency = chart(
-        story, "Time of an answer for one user", "milliseconds",
-        [Line(f"{name} replica", points, alone=True) for name, points in zip(("first", "second"), replicas, strict=True)],
-        high=usual,
-    )  # fmt: skip
-    age = chart(
-        story, "Age of the rows in an answer", "seconds", [Line("both replicas", story.points("answer", "age_s"))]
+    newest = Line("newest rows, by the guard, among items on sale", story.points("score", "value", version=None))
+    hits = Line("answers of the service", story.points("hits", "value"))
+    replicas = [Line(f"{name} replica", story.points("answer", "ms", replica=name), alone=True) for name in REPLICAS]
+    usual = float(np.percentile([ms for line in replicas for _, ms in line.points], 99.5))
+    age = Line("both replicas", story.points("answer", "age_s"))
+    exact = Line("answers of the service", story.points("hits", "recall"))
+    return (
+        Chart("Clicks of the next day that are found", "recall@50").of(story, [newest, hits])
+        + Chart("Time of an answer for one user", "milliseconds", high=usual).of(story, replicas)
+        + Chart("Age of the rows in an answer", "seconds").of(story, [age])
+        + Chart("Index against the exact answer", "recall@50", is_low=True).of(story, [exact])
     )
-    index = story.points("hits", "recall")
-    exact = chart(
-        story, "Index against the exact answer", "recall@50", [Line("answers of the service", index)], low=True
-    )
-    return found + latency + age + exact
 
 
-def chart(
-    story: Story, title: str, unit: str, lines: Sequence[Line], *, high: float | None = None, low: bool = False
-) -> str:
-    """Returns lines over the seconds of the story, with its versions, its wrong data and its brake behind them.
+class Chart(NamedTuple):
+    """Lines over the seconds of a story, with its versions, its wrong data and its brake behind them.
 
     Args:
-        story: what happened.
         title, unit: above the chart.
-        lines: at least one.
         high: where the values are cut off; None: above the highest.
-        low: makes the chart less high.
+        is_low: makes the chart less high.
     """
-    end = story.end()
-    top, ticks = round_ticks(high or max((y for line in lines for _, y in line.points), default=1.0))
 
-    def place(x: float, y: float) -> str:
-        return f"{SIZE * x / end:.1f},{SIZE * (1 - min(y, top) / top):.1f}"
+    title: str
+    unit: str
+    high: float | None = None
+    is_low: bool = False
 
-    def band(kind: str, begin: float, stop: float) -> str:
-        return f'<rect class="{kind}" x="{SIZE * begin / end:.1f}" width="{SIZE * (stop - begin) / end:.1f}" height="{SIZE}"/>'
-
-    drawn = [band("bad", *one) for one in story.bad_data()] + [band("brake", *one) for one in story.braked]
-    texts = []
-    for y in ticks:
-        height = SIZE * (1 - y / top)
-        drawn.append(f'<line class="grid" x1="0" x2="{SIZE}" y1="{height:.1f}" y2="{height:.1f}"/>')
-        texts.append(f'<span class="y" style="top:{height / 10:.2f}%">{y:g}</span>')
-    for marked in story.of("marked"):
-        x = SIZE * marked["at"] / end
-        drawn.append(f'<line class="version" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{SIZE}"/>')
-        texts.append(
-            f'<span class="day" style="left:{x / 10:.2f}%">{escape(marked["name"].removeprefix("day-"))}</span>'
+    def of(self, story: Story, lines: Sequence[Line]) -> str:
+        """Returns the chart of one or more lines."""
+        end = story.end()
+        top, ticks = round_ticks(self.high or max((y for line in lines for _, y in line.points), default=1.0))
+        spans = [("bad", *span) for span in story.bad_data()] + [("brake", *span) for span in story.braked]
+        drawn = [
+            f'<rect class="{kind}" x="{SIZE * begin / end:.1f}" width="{SIZE * (stop - begin) / end:.1f}" '
+            f'height="{SIZE}"/>'
+            for kind, begin, stop in spans
+        ]
+        drawn += [_line("grid", 0, SIZE, SIZE * (1 - y / top), SIZE * (1 - y / top)) for y in ticks]
+        texts = [_text("y", "top", 1 - y / top, f"{y:g}") for y in ticks]
+        texts += [_text("x", "left", x / end, f"{x:g} s") for x in round_ticks(end)[1] if x <= end]
+        for marked in story.of("marked"):
+            share = marked["at"] / end
+            drawn.append(_line("version", SIZE * share, SIZE * share, 0, SIZE))
+            texts.append(_text("day", "left", share, marked["name"].removeprefix("day-")))
+        for number, line in enumerate(lines):
+            places = [f"{SIZE * x / end:.1f},{SIZE * (1 - min(y, top) / top):.1f}" for x, y in line.points]
+            paths = [f"{place} {place}" for place in places] if line.alone else [" ".join(places)]
+            kind = f"points c{number}" if line.alone else f"c{number}"
+            drawn += [f'<polyline class="{kind}" points="{path}"/>' for path in paths]
+        label = escape(f"{self.title}, {self.unit}, over {end:.0f} seconds")
+        return (
+            f'<figure><figcaption>{escape(self.title)} <span class="soft">{escape(self.unit)}</span></figcaption>'
+            f'<div class="plot{" low" if self.is_low else ""}"><svg viewBox="0 0 {SIZE} {SIZE}" '
+            f'preserveAspectRatio="none" role="img" aria-label="{label}">{"".join(drawn)}</svg>{"".join(texts)}</div>'
+            f"{legend(lines)}</figure>\n"
         )
-    texts += [
-        f'<span class="x" style="left:{100 * x / end:.2f}%">{x:g} s</span>' for x in round_ticks(end)[1] if x <= end
-    ]
-    for number, line in enumerate(lines):
-        if line.alone:
-            drawn += [
-                f'<polyline class="points c{number}" points="{place(x, y)} {place(x, y)}"/>' for x, y in line.points
-            ]
-        else:
-            points = " ".join(place(x, y) for x, y in line.points)
-            drawn.append(f'<polyline class="c{number}" points="{points}"/>')
-    label = escape(f"{title}, {unit}, over {end:.0f} seconds")
-    return (
-        f'<figure><figcaption>{escape(title)} <span class="soft">{escape(unit)}</span></figcaption>'
-        f'<div class="plot{" low" if low else ""}"><svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{label}">{"".join(drawn)}</svg>{"".join(texts)}</div>{legend(lines)}</figure>\n'
-    )
+
+
+def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(kind: str, side: str, share: float, text: str) -> str:
+    return f'<span class="{kind}" style="{side}:{100 * share:.2f}%">{escape(text)}</span>'
 
 
 def legend(lines: Sequence[Line]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from events import Event
 
+REPLICAS = ("first", "second")
 Points = list[tuple[float, float]]
 
 
@@ -81,7 +82,7 @@ class Story:
             found |= {
                 "recall at the brake": f"{brake['value']:.3f}; version {brake['version']} has {brake['best']:.3f}",
                 "wrong data to brake": f"{began - bad[-1]:.1f} s" if bad else "there was none",
-                "brake to both replicas back": ", ".join(f"{self.back_s(one):.2f} s" for one in ("first", "second")),
+                "brake to both replicas back": ", ".join(f"{self.back_s(one):.2f} s" for one in REPLICAS),
                 "answers that were newer after that": str(self.leaks()),
                 "brake to training back": f"{self._after('went_back', began) - began:.1f} s",
                 "brake to release": f"{released - began:.1f} s",

@@ -7,6 +7,7 @@ with the day after it. ``demo.py`` runs this script.
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,23 +56,32 @@ class Daily:
         while day < self.days.count - 1:
             broken = day == self.args.bad_day and not self.tries[f"day-{day}"]
             self.say("day", day=day, broken=broken)
-            batches = self.days.batches(day, self.args.batch_size, NEGATIVES, broken=broken)
-            if self.train(model, batches):
-                day = self.go_back() + 1
-            else:
-                self.mark(f"day-{day}")
-                day += 1
+            batches = self.days.batches(day, self.args.batch_size, NEGATIVES, seed=fleet.worker_index(), broken=broken)
+            is_good = self.train(model, batches) and self.passes(self.mark(f"day-{day}"))
+            day = 1 + (day if is_good else self.go_back())
 
     def train(self, model: Any, batches: Iterable[Any]) -> bool:
-        """Trains; returns True as soon as readers were taken back to a version."""
+        """Trains; returns False as soon as readers were taken back to a version."""
         for step, batch in enumerate(batches):
             loss = self.net.loss(model(batch), batch)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             if step % LOOK_STEPS == 0 and self.is_braked():
-                return True
-        return self.is_braked()
+                return False
+        return not self.is_braked()
+
+    def passes(self, name: str) -> bool:
+        """Returns whether readers follow a version after the guard, if there is one, has scored it."""
+        assert self.reader is not None
+        while self.args.guarded and self.reader.version is None and not self.is_scored(name):
+            time.sleep(0.1)
+        self.reader.refresh()
+        return not self.is_braked()
+
+    def is_scored(self, name: str) -> bool:
+        """Returns whether the guard has come to its conclusion on a version."""
+        return any(name in one["versions"] for one in self.events.read("checked"))
 
     def is_braked(self) -> bool:
         """Returns whether one of the workers has seen the brake; all get the same answer."""
@@ -95,8 +105,8 @@ class Daily:
         fleet.barrier_worker()
         return day
 
-    def mark(self, day: str) -> None:
-        """Exports both towers and names the rows; a day that was trained again gets another name."""
+    def mark(self, day: str) -> str:
+        """Exports both towers and names the rows; returns the name, another one for a day that is marked again."""
         towers = self.args.folder / "towers"
         name = f"{day}-{self.tries[day]}" if self.tries[day] else day
         self.tries[day] += 1
@@ -107,6 +117,7 @@ class Daily:
         self.say("marked", name=name)
         if self.reader is None:
             self.reader = ps.Reader(self.args.folder / "rows").follow()
+        return name
 
     def say(self, kind: str, **facts: Any) -> None:
         """Writes an event, once for all workers."""
@@ -127,8 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for rows, towers, saves and events")
     parser.add_argument("--data", required=True, help="the shop, as for train.py")
-    parser.add_argument("--batch-size", type=positive_int, default=256, help="of a worker (default: %(default)s)")
+    parser.add_argument("--batch-size", type=positive_int, default=128, help="of a worker (default: %(default)s)")
     parser.add_argument("--bad-day", type=int, help="a day whose impressions name the wrong items, the first time")
+    parser.add_argument("--guarded", action="store_true", help="after each day, wait until watch.py has scored it")
     args = parser.parse_args()
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = False

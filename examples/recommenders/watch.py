@@ -1,15 +1,15 @@
-"""Watches the rows that a job publishes: scores them on clicks it has not seen, and pulls the brake when they get worse.
+"""Watches the rows that a job publishes: scores them on clicks it has not seen, and brakes when they get worse.
 
-The score is recall@50: the share of today's clicks whose item is among the 50 nearest of those on sale. Today is the day
-after the one in training. ``demo.py`` runs this script.
+The score is recall@50: the share of today's clicks whose item is among the 50 nearest of those on sale. Today is the
+day after the one in training. ``demo.py`` runs this script.
 """
 
 from __future__ import annotations
 
 import argparse
-import threading
+import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from days import Batch, Days
@@ -19,6 +19,7 @@ from sources import open_data
 from torch import Tensor
 
 from fleet import ps
+from fleet.errors import FleetError
 
 TOP = 50
 
@@ -63,9 +64,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="as for train_days.py")
     parser.add_argument("--data", required=True, help="the shop, as for train.py")
-    parser.add_argument("--drop", type=float, default=0.05, help="what recall may lose (default: %(default)s)")
+    parser.add_argument("--drop", type=float, default=0.03, help="what recall may lose (default: %(default)s)")
     parser.add_argument("--clicks", type=int, default=1000, help="of a day, to score on (default: %(default)s)")
-    parser.add_argument("--every-s", type=float, default=2.0, help="seconds between scores (default: %(default)s)")
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between scores (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     events = Events(args.folder / "events.jsonl")
@@ -73,10 +74,16 @@ def main() -> None:
     def tell(version: ps.Version, value: float, best: float) -> None:
         events.add("brake", version=version.name, value=value, best=best)
 
-    metric: Any = Recall(args.folder / "towers", Days(open_data(args.data)), args.clicks, events)
-    with ps.guard(metric, args.drop, args.folder / "rows", on_roll_back=tell).follow(every_s=args.every_s):
-        events.add("watching")
-        threading.Event().wait()
+    metric = Recall(args.folder / "towers", Days(open_data(args.data)), args.clicks, events)
+    guard = ps.guard(metric, args.drop, args.folder / "rows", on_roll_back=tell)
+    print("watching", flush=True)
+    while True:
+        try:
+            guard.check()
+            events.add("checked", versions=list(guard.scores))
+        except FleetError as error:
+            print(f"the next round tries again: {error}", file=sys.stderr, flush=True)
+        time.sleep(args.every_s)
 
 
 if __name__ == "__main__":
