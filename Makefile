@@ -54,7 +54,7 @@ demo-serve: $(READY)
 	OMP_NUM_THREADS=1 $(PY) examples/wide_and_deep/demo_serve.py output/demo-serve
 
 demo-recommend: $(READY)
-	OMP_NUM_THREADS=1 $(PY) examples/recommenders/demo.py output/demo-recommend
+	OMP_NUM_THREADS=1 $(PY) examples/recommenders/demo.py output/demo-recommend --kind ivf
 
 demo-gpt: $(READY)
 	@mkdir -p output/demo

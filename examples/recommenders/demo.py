@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.with_name("wide_and_deep")))
 from processes import running, wait_for  # noqa: E402  (of the other example)
 
-SHOP = "simulated:users=5000,items=8000,days=7,impressions=560000"
+SHOP = "simulated:users=5000,items=20000,days=7,impressions=560000"
 TOP = 50
 TICK_S = 0.1  # between requests to a replica
 CLICKS_S = 1.0  # between requests for many users

@@ -9,6 +9,7 @@ import numpy as np
 from events import Event
 
 REPLICAS = ("first", "second")
+SETTLED_S = 2.0  # after the beginning of a day, until its first rows are published
 Points = list[tuple[float, float]]
 
 
@@ -38,10 +39,16 @@ class Story:
         return [(one["at"], one[value]) for one in chosen]
 
     def bad_data(self) -> list[tuple[float, float]]:
-        """Returns when the job trained on wrong impressions: from the first to the next day, or the way back."""
-        ends = sorted(one["at"] for kind in ("day", "went_back") for one in self.of(kind))
-        days = [one["at"] for one in self.of("day") if one["broken"]]
-        return [(day, next((end for end in ends if end > day), self.end())) for day in days]
+        """Returns when the job trained on wrong impressions: until its day was marked, or it went back."""
+        return [(begin, end) for begin, end, broken in self.days() if broken]
+
+    def days(self) -> list[tuple[float, float, bool]]:
+        """Returns when each day was trained, from and to, and whether its impressions were wrong."""
+        ends = sorted(one["at"] for kind in ("marked", "went_back") for one in self.of(kind))
+        return [
+            (one["at"], next((end for end in ends if end > one["at"]), self.end()), one["broken"])
+            for one in self.of("day")
+        ]
 
     def end(self) -> float:
         """Returns the time of the last event."""
@@ -67,14 +74,19 @@ class Story:
     def facts(self) -> dict[str, str]:
         """Returns the figures, by their names."""
         latency = [one["ms"] for one in self.answers]
-        fresh = [one["age_s"] for one in self.answers if one["version"] is None]
+        training = [(begin + SETTLED_S, end) for begin, end, _ in self.days()]
+        fresh = [
+            one["age_s"]
+            for one in self.answers
+            if one["version"] is None and any(begin <= one["at"] < end for begin, end in training)
+        ]
         recalls = [one["recall"] for one in self.hits]
         marked = [one["name"] for one in self.of("marked")]
         found = {
             "whole demonstration": f"{self.total_s:.0f} s",
             "versions marked": ", ".join(marked),
             "answers for one user": f"{len(latency)}, {_p50_p99(latency, 'ms')}",
-            "age of answers while readers follow": _p50_p99(fresh, "s"),
+            "age of their rows while a day is trained": _p50_p99(fresh, "s"),
             "index against the exact answer": f"recall {np.mean(recalls):.3f}, at least {min(recalls):.3f}",
         }
         for brake, (began, released) in zip(self.of("brake"), self.braked, strict=True):
@@ -92,12 +104,14 @@ class Story:
 
     def lines(self) -> list[str]:
         """Returns the figures as lines."""
-        return [f"{name:>36}: {value}" for name, value in self.facts().items()]
+        return [f"{name:>40}: {value}" for name, value in self.facts().items()]
 
     def _after(self, kind: str, at: float) -> float:
         return next((one["at"] for one in self.of(kind) if one["at"] >= at), self.end())
 
 
 def _p50_p99(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return "none"
     middle, most = np.percentile(values, [50, 99])
     return f"p50 {middle:.1f} {unit}, p99 {most:.1f} {unit}"
