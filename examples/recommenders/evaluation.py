@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue import Catalogue
-from feeds import inputs_of, held_out
+from feeds import held_out, inputs_of
 from torch import Tensor, nn
 
 import fleet
@@ -33,21 +34,23 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     catalogue = Catalogue.read(folder)
     ranks = hasattr(net, "of_users")
     tasks = ("click",) if ranks else net.TASKS
-    stats = {(task, who): fleet.metrics.StatAuc(BINS) for task in tasks for who in ("model", "popularity", "best")}
-    clicked: list[dict[str, Tensor]] = []
+    stats: dict[tuple[str, str], fleet.metrics.StatAuc] = defaultdict(lambda: fleet.metrics.StatAuc(BINS))
+    batches: list[dict[str, Tensor]] = []
     for batch in held_out(folder, inputs_of(net)):
         outputs = {"click": (net.of_users(batch) * net.of_items(batch)).sum(1)} if ranks else net(batch)
-        truth = {"click": batch["p_click"], "purchase": batch["p_click"] * batch["p_purchase"]}
+        popularity = catalogue.click_rate(batch["item"])
         for task in tasks:
             stats[task, "model"].update(torch.sigmoid(outputs[task]), batch[task])
-            stats[task, "popularity"].update(catalogue.click_rate(batch["item"]), batch[task])
-            stats[task, "best"].update(truth[task], batch[task])
-        clicked.append(batch)
+            stats[task, "popularity"].update(popularity, batch[task])
+            if "p_click" in batch:  # that of a purchase is given a click
+                truth = batch["p_click"] if task == "click" else batch["p_click"] * batch["p_purchase"]
+                stats[task, "best"].update(truth, batch[task])
+        batches.append(batch)
     found: dict[str, dict[str, float]] = {f"auc_{task}": {} for task in tasks}
     for (task, who), stat in stats.items():
         found[f"auc_{task}"][who] = round(stat.value(), 6)
     if ranks:
-        found[f"recall@{TOP}"] = recall(net, catalogue, clicked)
+        found[f"recall@{TOP}"] = recall(net, catalogue, batches)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from catalogue import Catalogue
+from catalogue import Catalogue, pq
 from models.parts import owners, padded
 from torch import Tensor
 
@@ -21,6 +21,7 @@ import fleet
 
 Batch = dict[str, Tensor]
 LABELS = ("click", "purchase")
+TRUTHS = ("p_click", "p_purchase")
 SOURCES = {"word2vec": "sessions", "sasrec": "sequences/train"}
 
 
@@ -135,11 +136,11 @@ def inputs_of(net: Any) -> tuple[str, ...]:
 
 
 def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
-    """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
-    columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
-    return fleet.ParquetDataset(
-        folder / "impressions/test", columns=list(dict.fromkeys(columns)), batch_size=batch_size
-    )
+    """Returns this worker's share of the impressions of the test, with the true probabilities where they are known."""
+    source = folder / "impressions/test"
+    known = pq.read_schema(min(source.glob("*.parquet"))).names
+    columns = [*_named(inputs), *LABELS, *(name for name in TRUTHS if name in known)]
+    return fleet.ParquetDataset(source, columns=list(dict.fromkeys(columns)), batch_size=batch_size)
 
 
 def _named(inputs: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed, inputs_of, held_out
+from feeds import Feed, held_out, inputs_of
 from models import MODELS
 from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
