@@ -57,7 +57,7 @@ def simulate(settings: Settings) -> Shop:
     bounds = np.searchsorted(pages.second, np.arange(settings.days + 1) * DAY_S)
     shown = []
     for day in range(settings.days):
-        today = Pages(*(column[bounds[day] : bounds[day + 1]] for column in pages))
+        today = pages.part(slice(bounds[day], bounds[day + 1]))
         shown.append(show_day(settings, users, items, today, day))
     columns = zip(*shown, strict=True)
     return Shop(settings, users, items, pages, Shown(*(np.concatenate(column) for column in columns)))

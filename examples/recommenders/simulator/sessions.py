@@ -43,6 +43,10 @@ class Pages(NamedTuple):
     second: Integers
     mood: Floats
 
+    def part(self, rows: slice) -> Pages:
+        """Returns some of the pages."""
+        return Pages(self.session[rows], self.user[rows], self.second[rows], self.mood[rows])
+
 
 class Shown(NamedTuple):
     """What the pages showed, [pages, positions] each; probabilities and outcomes are float32, places int64."""

@@ -30,16 +30,16 @@ def write_format(folder: Path, name: str) -> Path:
     folder.mkdir()
     if name == "ratings.dat":
         lines = ["::".join(map(str, row)) for row in ratings()]
-        films = "".join(f"{number}::Amélie, Part {number} (1995)::{genre}\n" for number, genre in GENRES.items())
+        films = "".join(f"{number}::Am\xe9lie, Part {number} (1995)::{genre}\n" for number, genre in GENRES.items())
         (folder / "movies.dat").write_text(films, encoding="latin-1")
     elif name == "ratings.csv":
         lines = ["userId,movieId,rating,timestamp", *(f"{u},{i},{r}.0,{t}" for u, i, r, t in ratings())]
-        films = "".join(f'{number},"Amélie, Part {number} (1995)",{genre}\n' for number, genre in GENRES.items())
+        films = "".join(f'{number},"Am\xe9lie, Part {number} (1995)",{genre}\n' for number, genre in GENRES.items())
         (folder / "movies.csv").write_text(f"movieId,title,genres\n{films}", encoding="utf-8")
     else:
         lines = ["\t".join(map(str, row)) for row in ratings()]
         flags = {n: "|".join(str(int(genre in text)) for genre in movielens.GENRES) for n, text in GENRES.items()}
-        films = "".join(f"{number}|Amélie (1995)|01-Jan-1995||http://x|{flags[number]}\n" for number in GENRES)
+        films = "".join(f"{number}|Am\xe9lie (1995)|01-Jan-1995||http://x|{flags[number]}\n" for number in GENRES)
         (folder / "u.item").write_text(films, encoding="latin-1")
     (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
