@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue import Catalogue
-from feeds import held_out, inputs_of
+from feeds import held_out, inputs_of, moved
 from torch import Tensor, nn
 
 import fleet
@@ -21,7 +21,7 @@ MOST_USERS = 2000  # of a worker, for recall
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
+def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, dict[str, float]]:
     """Returns, by metric, the values of the model, of popularity, and the best possible where it is known.
 
     Every worker calls it with its share of the samples; all get the same values.
@@ -29,6 +29,7 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     Args:
         net: the model, as built.
         folder: of a shop.
+        device: where the model is.
     """
     net.eval()
     catalogue = Catalogue.read(folder)
@@ -37,7 +38,8 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     stats: dict[tuple[str, str], fleet.metrics.StatAuc] = defaultdict(lambda: fleet.metrics.StatAuc(BINS))
     batches: list[dict[str, Tensor]] = []
     for batch in held_out(folder, inputs_of(net)):
-        outputs = {"click": (net.of_users(batch) * net.of_items(batch)).sum(1)} if ranks else net(batch)
+        there = moved(batch, device)
+        outputs = {"click": (net.of_users(there) * net.of_items(there)).sum(1)} if ranks else net(there)
         popularity = catalogue.click_rate(batch["item"])
         for task in tasks:
             stats[task, "model"].update(torch.sigmoid(outputs[task]), batch[task])
@@ -50,28 +52,31 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     for (task, who), stat in stats.items():
         found[f"auc_{task}"][who] = round(stat.value(), 6)
     if ranks:
-        found[f"recall@{TOP}"] = recall(net, catalogue, batches)
+        found[f"recall@{TOP}"] = recall(net, catalogue, batches, device)
     return found
 
 
-def recall(net: Any, catalogue: Catalogue, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+def recall(
+    net: Any, catalogue: Catalogue, batches: Iterable[dict[str, Tensor]], device: torch.device
+) -> dict[str, float]:
     """Returns the share of clicks of the test day whose item is among the first of all items on sale.
 
     Args:
         net: a model that gives vectors of users and items.
         catalogue: the items.
         batches: of the test day.
+        device: where the model is.
     """
     places = catalogue.on_sale(catalogue.last_day)
     columns = catalogue.columns(places)
-    items, vectors = columns["item"], net.of_items(columns)
+    items, vectors = columns["item"], net.of_items(moved(columns, device)).cpu()
     popular = items[catalogue.clicked(places).topk(TOP).indices]
     hits, popular_hits, users = 0, 0, 0
     for batch in batches:
         rows = torch.nonzero(batch["click"]).flatten()[: MOST_USERS - users]
         if not len(rows):
             continue
-        scores = net.of_users(batch)[rows] @ vectors.T
+        scores = net.of_users(moved(batch, device)).cpu()[rows] @ vectors.T
         wanted = batch["item"][rows]
         hits += int((items[scores.topk(TOP).indices] == wanted[:, None]).sum())
         popular_hits += int(torch.isin(wanted, popular).sum())

@@ -73,7 +73,8 @@ class Feed:
         )
         self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
-        self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
+        adds = {"dssm": self._with_log_q, "word2vec": self._pairs, "sasrec": self._sequences}
+        self.prepare: Callable[[Batch], Batch] = adds.get(name, _unchanged)
         self.most = most
         self.share = share
         self.draw = np.random.default_rng([seed, fleet.data_rank() if share is None else share[0]])
@@ -92,7 +93,7 @@ class Feed:
         for batch in islice(self.dataset, self.most):
             yield self.prepare(batch)
 
-    def _dssm(self, batch: Batch) -> Batch:
+    def _with_log_q(self, batch: Batch) -> Batch:
         found = {**batch, "log_q": self.catalogue.log_shown(batch["item"])}
         if self.sampling.negatives:
             drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
@@ -101,13 +102,13 @@ class Feed:
             found["negative.log_q"] = self.catalogue.log_drawn(drawn)
         return found
 
-    def _word2vec(self, batch: Batch) -> Batch:
+    def _pairs(self, batch: Batch) -> Batch:
         centre, context = pairs(batch["items"], batch["items.offsets"], self.sampling.window)
         drawn = self.catalogue.drawn(self.draw, len(centre) * self.sampling.negatives)
         negative = self.catalogue.item[drawn].view(len(centre), -1)
         return {"centre": centre, "context": context, "negative": negative}
 
-    def _sasrec(self, batch: Batch) -> Batch:
+    def _sequences(self, batch: Batch) -> Batch:
         items = padded(batch["items"], batch["items.offsets"], self.sampling.length)
         drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
         return {"items": items, "negative": self.catalogue.item[drawn]}
@@ -141,6 +142,15 @@ def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fle
     known = pq.read_schema(min(source.glob("*.parquet"))).names
     columns = [*_named(inputs), *LABELS, *(name for name in TRUTHS if name in known)]
     return fleet.ParquetDataset(source, columns=list(dict.fromkeys(columns)), batch_size=batch_size)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch on a device."""
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
 
 
 def _named(inputs: Sequence[str]) -> list[str]:
