@@ -15,8 +15,6 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: the examples need `pip install '.[parquet]'`, run in the clone.") from None
 
-_POWER = 0.75  # of the counts, as in word2vec: popular items are drawn less often than they occur
-
 
 class Catalogue:
     """Items in the order of their ids.
@@ -24,25 +22,26 @@ class Catalogue:
     Args:
         columns: those of ``items.parquet``; ``shown`` and ``clicked`` count the days before the test.
         last_day: the day of the test.
+        power: of the counts, to which the probability to be drawn is proportional.
     """
 
-    def __init__(self, columns: dict[str, Any], last_day: int) -> None:
+    def __init__(self, columns: dict[str, Any], last_day: int, power: float = 0.75) -> None:
         self.last_day = last_day
         order = np.argsort(columns["item"])
         self._columns = {name: torch.from_numpy(np.array(values)[order]) for name, values in columns.items()}
         self.item = self._columns["item"]
         shown = self._columns["shown"].double().clamp(min=1)
         self._log_shown = (shown / shown.sum()).log().float()
-        weights = shown.numpy() ** _POWER
+        weights = shown.numpy() ** power
         self._weights = weights / weights.sum()
         self._sums = self._weights.cumsum()
 
     @classmethod
-    def read(cls, folder: Path) -> Catalogue:
+    def read(cls, folder: Path, power: float = 0.75) -> Catalogue:
         """Returns the items of a shop's folder."""
         table = pq.read_table(folder / "items.parquet")
         days = json.loads((folder / "shop.json").read_text(encoding="utf-8"))["days"]
-        return cls({name: table[name].to_numpy() for name in table.column_names}, days - 1)
+        return cls({name: table[name].to_numpy() for name in table.column_names}, days - 1, power)
 
     def columns(self, places: Tensor) -> dict[str, Tensor]:
         """Returns item, category, brand and price of the items at these places."""
@@ -53,7 +52,7 @@ class Catalogue:
         return self._log_shown[torch.searchsorted(self.item, items).clamp(max=len(self.item) - 1)]
 
     def drawn(self, draw: np.random.Generator, count: int) -> Tensor:
-        """Returns places of items, drawn by their counts to the power of 3/4; int64 [count]."""
+        """Returns places of items, drawn by their counts to that power; int64 [count]."""
         places = np.searchsorted(self._sums, draw.random(count), side="right")
         return torch.from_numpy(np.minimum(places, len(self._sums) - 1))
 

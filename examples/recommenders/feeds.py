@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from catalogue import Catalogue
+from catalogue import Catalogue, pq
 from models.parts import owners, padded
 from torch import Tensor
 
@@ -21,6 +21,7 @@ import fleet
 
 Batch = dict[str, Tensor]
 LABELS = ("click", "purchase")
+TRUTHS = ("p_click", "p_purchase")
 SOURCES = {"word2vec": "sessions", "sasrec": "sequences/train"}
 
 
@@ -29,11 +30,13 @@ class Sampling(NamedTuple):
 
     Args:
         negatives: items; for word2vec, of each pair.
+        power: of the number of times that an item was shown, to which its probability to be drawn is proportional.
         window: word2vec's pairs are at most so many items apart.
         length: SASRec's longest sequence.
     """
 
     negatives: int = 0
+    power: float = 0.75
     window: int = 3
     length: int = 50
 
@@ -68,9 +71,10 @@ class Feed:
         self.dataset = fleet.ParquetDataset(
             source, columns=columns, batch_size=batch_size, shuffle_seed=seed, rest="drop"
         )
-        self.catalogue = Catalogue.read(folder)
+        self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
-        self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
+        adds = {"dssm": self._with_log_q, "word2vec": self._pairs, "sasrec": self._sequences}
+        self.prepare: Callable[[Batch], Batch] = adds.get(name, _unchanged)
         self.most = most
         self.share = share
         self.draw = np.random.default_rng([seed, fleet.data_rank() if share is None else share[0]])
@@ -89,16 +93,16 @@ class Feed:
         for batch in islice(self.dataset, self.most):
             yield self.prepare(batch)
 
-    def _dssm(self, batch: Batch) -> Batch:
+    def _with_log_q(self, batch: Batch) -> Batch:
         return with_candidates(batch, self.catalogue, self.draw, self.sampling.negatives)
 
-    def _word2vec(self, batch: Batch) -> Batch:
+    def _pairs(self, batch: Batch) -> Batch:
         centre, context = pairs(batch["items"], batch["items.offsets"], self.sampling.window)
         drawn = self.catalogue.drawn(self.draw, len(centre) * self.sampling.negatives)
         negative = self.catalogue.item[drawn].view(len(centre), -1)
         return {"centre": centre, "context": context, "negative": negative}
 
-    def _sasrec(self, batch: Batch) -> Batch:
+    def _sequences(self, batch: Batch) -> Batch:
         items = padded(batch["items"], batch["items.offsets"], self.sampling.length)
         drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
         return {"items": items, "negative": self.catalogue.item[drawn]}
@@ -136,12 +140,21 @@ def inputs_of(net: Any) -> tuple[str, ...]:
     return (*net.USER_INPUTS, *net.ITEM_INPUTS) if hasattr(net, "USER_INPUTS") else net.INPUTS
 
 
-def test_day(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
-    """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
-    columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
-    return fleet.ParquetDataset(
-        folder / "impressions/test", columns=list(dict.fromkeys(columns)), batch_size=batch_size
-    )
+def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
+    """Returns this worker's share of the impressions of the test, with the true probabilities where they are known."""
+    source = folder / "impressions/test"
+    known = pq.read_schema(min(source.glob("*.parquet"))).names
+    columns = [*_named(inputs), *LABELS, *(name for name in TRUTHS if name in known)]
+    return fleet.ParquetDataset(source, columns=list(dict.fromkeys(columns)), batch_size=batch_size)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch on a device."""
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
 
 
 def _named(inputs: Sequence[str]) -> list[str]:

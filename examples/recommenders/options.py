@@ -48,7 +48,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
         "--seed", type=int, default=0, help="decides the start weights and the order (default: %(default)s)"
     )
     parser.add_argument("--history", metavar="FILE", help="append one JSON line here at the end, for plot.py")
-    parser.add_argument("--save", metavar="DIR", help="write tables and program here at the end, for fleet.ps.Predictor")
+    parser.add_argument("--save", metavar="DIR", help="write tables and program here, for fleet.ps.Predictor")
     return parser
 
 

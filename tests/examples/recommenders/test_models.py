@@ -124,7 +124,9 @@ def test_din_sums_rows_by_the_weights_of_its_network() -> None:
     target, seen = rows[:, 1:3].flatten(1), rows.new_zeros(2, 8)
     for sample, history in enumerate([[5, 6], [7]]):
         for item in history:
-            row = torch.cat([net.fields.tables["item"](torch.tensor(item)), net.fields.tables["category"](torch.tensor(item * 3))])
+            row = torch.cat(
+                [net.fields.tables["item"](torch.tensor(item)), net.fields.tables["category"](torch.tensor(item * 3))]
+            )
             own = target[sample]
             seen[sample] += net.attention(torch.cat([row, own, row - own, row * own])) * row
     inputs = [rows.flatten(1), seen, seen * target, torch.log1p(batch["price"])[:, None]]
@@ -175,7 +177,10 @@ def test_dssm_corrects_by_log_q_and_leaves_the_same_item_out() -> None:
     batch["item"][1] = batch["item"][0]
     batch["negative.item"][0] = batch["item"][2]
     outputs = net(batch)
-    ids, log_q = torch.cat([batch["item"], batch["negative.item"]]), torch.cat([batch["log_q"], batch["negative.log_q"]])
+    ids, log_q = (
+        torch.cat([batch["item"], batch["negative.item"]]),
+        torch.cat([batch["log_q"], batch["negative.log_q"]]),
+    )
     candidates = torch.cat([outputs["item"], outputs["negative"]])
     expected = dssm_loss(batch, outputs["user"], candidates, ids, log_q)
     torch.testing.assert_close(net.loss(outputs, batch), expected)

@@ -34,7 +34,7 @@ def train(folder: Path) -> Columns:
 
 
 @pytest.fixture(scope="module")
-def test_day(folder: Path) -> Columns:
+def held_out(folder: Path) -> Columns:
     return columns_of(folder / "impressions" / "test")
 
 
@@ -61,12 +61,12 @@ def test_columns_have_their_types(folder: Path) -> None:
 
 
 def test_days_are_files_in_time_order_and_the_last_one_is_the_test(
-    folder: Path, train: Columns, test_day: Columns
+    folder: Path, train: Columns, held_out: Columns
 ) -> None:
-    assert len(train["time"]) + len(test_day["time"]) == 100_000
+    assert len(train["time"]) + len(held_out["time"]) == 100_000
     assert (np.diff(train["time"]) >= 0).all()
-    assert train["time"].max() < test_day["time"].min()
-    assert set((test_day["time"] - settings.START_S) // settings.DAY_S) == {3}
+    assert train["time"].max() < held_out["time"].min()
+    assert set((held_out["time"] - settings.START_S) // settings.DAY_S) == {3}
     assert [path.name for path in sorted((folder / "impressions" / "train").iterdir())] == [
         "day-00.parquet",
         "day-01.parquet",
@@ -115,15 +115,15 @@ def test_each_page_shows_different_items(train: Columns) -> None:
     assert (train["user"].reshape(pages.shape) == train["user"].reshape(pages.shape)[:, :1]).all()
 
 
-def test_items_appear_and_vanish_and_are_shown_only_between(folder: Path, train: Columns, test_day: Columns) -> None:
+def test_items_appear_and_vanish_and_are_shown_only_between(folder: Path, train: Columns, held_out: Columns) -> None:
     items = columns_of(folder / "items.parquet")
     order = np.argsort(items["item"])
-    for rows in (train, test_day):
+    for rows in (train, held_out):
         place = order[np.searchsorted(items["item"], rows["item"], sorter=order)]
         day = (rows["time"] - settings.START_S) // settings.DAY_S
         assert (items["first_day"][place] <= day).all()
         assert (day <= items["last_day"][place]).all()
-    unseen = ~np.isin(test_day["item"], train["item"])
+    unseen = ~np.isin(held_out["item"], train["item"])
     assert 0.01 < unseen.mean() < 0.3
     first_day = train["item"][train["time"] < settings.START_S + settings.DAY_S]
     assert (items["last_day"][np.isin(items["item"], first_day)] < 3).mean() > 0.1
@@ -166,21 +166,21 @@ def test_tastes_drift(shop: Any) -> None:
     assert 0.1 < near < 0.8 * far < 0.8 * others
 
 
-def test_the_best_is_above_what_popularity_reaches(folder: Path, test_day: Columns) -> None:
+def test_the_best_is_above_what_popularity_reaches(folder: Path, held_out: Columns) -> None:
     items = columns_of(folder / "items.parquet")
     rate = (items["clicked"] + 2) / (items["shown"] + 20)
     order = np.argsort(items["item"])
-    score = rate[order[np.searchsorted(items["item"], test_day["item"], sorter=order)]]
-    best = truth.best_aucs(test_day)
-    assert best.click == pytest.approx(roc_auc_score(test_day["click"], test_day["p_click"]))
-    assert roc_auc_score(test_day["click"], score) + 0.1 < best.click_without_position < best.click < 0.9
+    score = rate[order[np.searchsorted(items["item"], held_out["item"], sorter=order)]]
+    best = truth.best_aucs(held_out)
+    assert best.click == pytest.approx(roc_auc_score(held_out["click"], held_out["p_click"]))
+    assert roc_auc_score(held_out["click"], score) + 0.1 < best.click_without_position < best.click < 0.9
     assert best.purchase > 0.7
     assert best.click_and_purchase > best.click
 
 
-def test_sequences_end_with_the_item_to_predict(folder: Path, train: Columns, test_day: Columns) -> None:
+def test_sequences_end_with_the_item_to_predict(folder: Path, train: Columns, held_out: Columns) -> None:
     clicked: dict[int, list[int]] = {}
-    for rows in (train, test_day):
+    for rows in (train, held_out):
         before = {user: len(items) for user, items in clicked.items()}
         hits = np.flatnonzero(rows["click"])
         for user, item in zip(rows["user"][hits], rows["item"][hits], strict=True):
@@ -190,7 +190,7 @@ def test_sequences_end_with_the_item_to_predict(folder: Path, train: Columns, te
     assert {user: items.tolist() for user, items in zip(*found.values(), strict=True)} == wanted
     found = columns_of(folder / "sequences" / "test")
     wanted = {user: items[: before.get(user, 0) + 1] for user, items in clicked.items()}
-    active = set(test_day["user"][test_day["click"] > 0])
+    active = set(held_out["user"][held_out["click"] > 0])
     wanted = {user: items for user, items in wanted.items() if user in active and len(items) >= 3}
     assert {user: items.tolist() for user, items in zip(*found.values(), strict=True)} == wanted
 
