@@ -1,7 +1,8 @@
-"""docs/serving/README.md and its Chinese twin: every block runs, in the order in which it stands there."""
+"""docs/serving/README.md, retrieval.md and their Chinese twins: every block runs, in its order."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,23 +22,23 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
 
 
-def test_both_languages_have_the_same_code() -> None:
+@pytest.mark.parametrize("page", ["serving/README", "serving/retrieval"])
+def test_both_languages_have_the_same_code(page: str) -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
-        for name in ("serving/README.md", "serving/README.zh-CN.md")
+        for name in (f"{page}.md", f"{page}.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["serving/README.md", "serving/README.zh-CN.md"])
-def test_every_block_runs(tmp_path: Path, name: str) -> None:
+def run_blocks(folder: Path, name: str) -> list[str]:
+    """Runs the blocks of a page in ``folder``, and returns what each printed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = []
     for kind, text in blocks(name):
         if text.startswith("# train.py\n"):
-            (tmp_path / "train.py").write_text(text, encoding="utf-8")
+            (folder / "train.py").write_text(text, encoding="utf-8")
             continue
         if kind == "bash":
             words = text.split()
@@ -47,11 +48,28 @@ def test_every_block_runs(tmp_path: Path, name: str) -> None:
         else:
             command, variables = [sys.executable, "-W", "error", "-c", text], {}
         ran = subprocess.run(
-            command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=LIMIT_S
+            command, cwd=folder, env=environment | variables, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
         done.append(ran.stdout)
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["serving/README.md", "serving/README.zh-CN.md"])
+def test_every_block_runs(tmp_path: Path, name: str) -> None:
+    done = run_blocks(tmp_path, name)
     assert len(done) == 6
     assert "{'ads': 8, 'age': 8}" in done[1]
     assert "tensor([0.9" in done[3] or "tensor([1." in done[3]
     assert "a program of" in done[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["serving/retrieval.md", "serving/retrieval.zh-CN.md"])
+def test_every_block_of_retrieval_runs(tmp_path: Path, name: str) -> None:
+    _, searched, changed = run_blocks(tmp_path, name)
+    count, found = re.fullmatch(r"(\d+) items; (.*)\n", searched).groups()
+    digits = json.loads(found)
+    assert [row.count(digit) > 5 for row, digit in zip(digits, (7, 3), strict=True)] == [True, True]
+    assert changed == f"{count} ({count}, 16) 0\n0\n"

@@ -53,7 +53,7 @@ class Index:
             zeros is 0.
         kind: ``"exact"`` or ``"ivf"``, which needs the package faiss (``pip install '.[retrieval]'`` in the clone).
         nlist: ivf: how many lists; ``None``: twice the square root of the items.
-        nprobe: ivf: how many lists a query is compared with: more find more, and take longer. ``None``: a sixteenth of
+        nprobe: ivf: how many lists a query is compared with: more find more, and take longer. ``None``: an eighth of
             them, at least 8.
 
     Raises:

@@ -15,7 +15,7 @@ from fleet.ps.table.layout import Float32s, Int64s
 _FEWEST_OF_LIST = 39  # vectors; with fewer k-means finds no good centroid, and faiss warns
 _SAMPLE_OF_LIST = 64  # vectors that train a centroid
 _FEWEST = 10_000
-_PROBED_PART = 16
+_PROBED_PART = 8
 
 
 def import_faiss(call: str) -> Any:
@@ -47,7 +47,7 @@ class InvertedLists:
     Args:
         vectors: float32 [n, dim].
         nlist: how many lists.
-        nprobe: how many lists a query is compared with; ``None``: a sixteenth, at least 8.
+        nprobe: how many lists a query is compared with; ``None``: an eighth, at least 8.
     """
 
     def __init__(self, vectors: Float32s, nlist: int, nprobe: int | None) -> None:

@@ -47,6 +47,14 @@ class _Block:
     vectors: Float32s
     longest: float = 0.0
 
+    def has(self, ids: Int64s) -> Mask:
+        """Returns which of its items are among ``ids``."""
+        mask = np.zeros(len(self.ids), np.bool_)
+        if len(self.ids):
+            places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+            mask[places[self.ids[places] == ids]] = True
+        return mask
+
     def changed(self, gone: Mask, ids: Int64s, vectors: Float32s) -> _Block:
         """Returns this block without the items of ``gone``, and with others."""
         every = np.concatenate([self.ids[~gone], ids])
@@ -104,8 +112,8 @@ class ItemVectors:
         after = ItemVectors(self.dim)
         after._base, after._approximate = self._base, self._approximate
         touched = np.concatenate([ids, deleted])
-        after._live = self._live & ~np.isin(self._base.ids, touched)
-        after._recent = self._recent.changed(np.isin(self._recent.ids, touched), ids, vectors)
+        after._live = self._live & ~self._base.has(touched)
+        after._recent = self._recent.changed(self._recent.has(touched), ids, vectors)
         return after
 
     def rebuilt(self, build: Build) -> ItemVectors:

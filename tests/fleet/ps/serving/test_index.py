@@ -21,7 +21,7 @@ from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 from tests.fleet.ps.serving.test_item_vectors import nearest
 
 ZEROS = Initializer("constant", 0.0)
-QUERIES = np.random.default_rng(7).normal(size=(20, DIM)).astype(np.float32)
+QUERIES = np.random.default_rng(7).normal(size=(8, DIM)).astype(np.float32)
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_searches_that_are_refused(reader: Reader) -> None:
         (QUERIES, 0, r"k=0\) takes an integer from 1"),
         (QUERIES, True, "k=True"),
         (QUERIES[0], 3, rf"queries are float32 \[{DIM}\]; they must be numbers \[n, {DIM}\]"),
-        (QUERIES[:, :2], 3, r"queries are float32 \[20, 2\]"),
+        (QUERIES[:, :2], 3, r"queries are float32 \[8, 2\]"),
         ([["a"] * DIM], 3, "queries are <U1"),
         ([[1.0], [1.0, 2.0]], 3, "lists of unequal lengths"),
         (np.array([[0.0] * DIM, [np.nan] * DIM]), 3, "query 1 has a NaN"),
@@ -322,7 +322,7 @@ def test_an_encode_that_changes_its_columns_is_refused(chain: Chain, reader: Rea
     with pytest.raises(ConfigError, match=r"it must return floating-point numbers \[\d+, 2\]"):
         index.refresh()
     index.rebuild()
-    assert index.search(QUERIES, 1)[0].shape == (20, 1)
+    assert index.search(QUERIES, 1)[0].shape == (8, 1)
 
 
 def test_without_faiss_there_is_the_exact_kind(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
