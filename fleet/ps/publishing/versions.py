@@ -309,7 +309,8 @@ def _fields_of(path: Path) -> dict[str, Any]:
         with open_to_read(path) as file:
             fields: dict[str, Any] = json.loads(file.read())
         version_of(fields)
-        _row_files(fields)
+        if any(Path(name).name != name for name in _row_files(fields)):
+            raise ValueError("it names files outside the folder")
         if fields["name"] != path.parent.name or type(fields["num_servers"]) is not int:
             raise ValueError("it is another version's")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
