@@ -2,6 +2,7 @@
 #   make demo        train the ResNet example on two processes and plot its curves
 #   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
 #   make demo-serve  serve predictions over HTTP while the wide & deep example trains, and watch them change
+#   make demo-recommend  train two towers, serve and retrieve with them, drop a bad version and brake, with a page
 #   make demo-gpt    train a small GPT on four processes, two stages of divided layers, and plot it beside plain torch
 #   make test        the quick tests            make test-slow   the slow ones
 #   make test-gpu    the tests that need a GPU
@@ -19,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps demo-serve demo-gpt test test-slow test-long test-gpu compat lint docs site bench dist clean
+.PHONY: install demo demo-ps demo-serve demo-recommend demo-gpt test test-slow test-long test-gpu compat lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -51,6 +52,9 @@ demo-ps: $(READY)
 
 demo-serve: $(READY)
 	OMP_NUM_THREADS=1 $(PY) examples/wide_and_deep/demo_serve.py output/demo-serve
+
+demo-recommend: $(READY)
+	OMP_NUM_THREADS=1 $(PY) examples/recommenders/demo.py output/demo-recommend --kind ivf
 
 demo-gpt: $(READY)
 	@mkdir -p output/demo

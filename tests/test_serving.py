@@ -1,4 +1,4 @@
-"""docs/serving/README.md, versions.md, retrieval.md and their Chinese twins: every block runs, in its order."""
+"""docs/serving/README.md, retrieval.md, versions.md and their Chinese twins: every block runs, in its order."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", ["README", "retrieval", "versions"])
+@pytest.mark.parametrize("page", ["serving/README", "serving/retrieval", "serving/versions"])
 def test_both_languages_have_the_same_code(page: str) -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
-        for name in (f"serving/{page}.md", f"serving/{page}.zh-CN.md")
+        for name in (f"{page}.md", f"{page}.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 
 
 def run_blocks(folder: Path, name: str) -> list[str]:
-    """Runs every block of a page in ``folder``, and returns what each printed."""
+    """Runs the blocks of a page in ``folder``, and returns what each printed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLEET_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = []

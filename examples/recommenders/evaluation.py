@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue import Catalogue
-from feeds import held_out, inputs_of
+from feeds import held_out, inputs_of, moved
 from torch import Tensor, nn
 
 import fleet
@@ -20,7 +21,7 @@ MOST_USERS = 2000  # of a worker, for recall
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
+def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, dict[str, float]]:
     """Returns, by metric, the values of the model, of popularity, and the best possible where it is known.
 
     Every worker calls it with its share of the samples; all get the same values.
@@ -28,47 +29,54 @@ def evaluate(net: nn.Module, folder: Path) -> dict[str, dict[str, float]]:
     Args:
         net: the model, as built.
         folder: of a shop.
+        device: where the model is.
     """
     net.eval()
     catalogue = Catalogue.read(folder)
     ranks = hasattr(net, "of_users")
     tasks = ("click",) if ranks else net.TASKS
-    stats = {(task, who): fleet.metrics.StatAuc(BINS) for task in tasks for who in ("model", "popularity", "best")}
-    clicked: list[dict[str, Tensor]] = []
+    stats: dict[tuple[str, str], fleet.metrics.StatAuc] = defaultdict(lambda: fleet.metrics.StatAuc(BINS))
+    batches: list[dict[str, Tensor]] = []
     for batch in held_out(folder, inputs_of(net)):
-        outputs = {"click": (net.of_users(batch) * net.of_items(batch)).sum(1)} if ranks else net(batch)
-        truth = {"click": batch["p_click"], "purchase": batch["p_click"] * batch["p_purchase"]}
+        there = moved(batch, device)
+        outputs = {"click": (net.of_users(there) * net.of_items(there)).sum(1)} if ranks else net(there)
+        popularity = catalogue.click_rate(batch["item"])
         for task in tasks:
             stats[task, "model"].update(torch.sigmoid(outputs[task]), batch[task])
-            stats[task, "popularity"].update(catalogue.click_rate(batch["item"]), batch[task])
-            stats[task, "best"].update(truth[task], batch[task])
-        clicked.append(batch)
+            stats[task, "popularity"].update(popularity, batch[task])
+            if "p_click" in batch:  # that of a purchase is given a click
+                truth = batch["p_click"] if task == "click" else batch["p_click"] * batch["p_purchase"]
+                stats[task, "best"].update(truth, batch[task])
+        batches.append(batch)
     found: dict[str, dict[str, float]] = {f"auc_{task}": {} for task in tasks}
     for (task, who), stat in stats.items():
         found[f"auc_{task}"][who] = round(stat.value(), 6)
     if ranks:
-        found[f"recall@{TOP}"] = recall(net, catalogue, clicked)
+        found[f"recall@{TOP}"] = recall(net, catalogue, batches, device)
     return found
 
 
-def recall(net: Any, catalogue: Catalogue, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+def recall(
+    net: Any, catalogue: Catalogue, batches: Iterable[dict[str, Tensor]], device: torch.device
+) -> dict[str, float]:
     """Returns the share of clicks of the test day whose item is among the first of all items on sale.
 
     Args:
         net: a model that gives vectors of users and items.
         catalogue: the items.
         batches: of the test day.
+        device: where the model is.
     """
     places = catalogue.on_sale(catalogue.last_day)
     columns = catalogue.columns(places)
-    items, vectors = columns["item"], net.of_items(columns)
+    items, vectors = columns["item"], net.of_items(moved(columns, device)).cpu()
     popular = items[catalogue.clicked(places).topk(TOP).indices]
     hits, popular_hits, users = 0, 0, 0
     for batch in batches:
         rows = torch.nonzero(batch["click"]).flatten()[: MOST_USERS - users]
         if not len(rows):
             continue
-        scores = net.of_users(batch)[rows] @ vectors.T
+        scores = net.of_users(moved(batch, device)).cpu()[rows] @ vectors.T
         wanted = batch["item"][rows]
         hits += int((items[scores.topk(TOP).indices] == wanted[:, None]).sum())
         popular_hits += int(torch.isin(wanted, popular).sum())

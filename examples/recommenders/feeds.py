@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from catalogue import Catalogue
+from catalogue import Catalogue, pq
 from models.parts import owners, padded
 from torch import Tensor
 
@@ -21,6 +21,7 @@ import fleet
 
 Batch = dict[str, Tensor]
 LABELS = ("click", "purchase")
+TRUTHS = ("p_click", "p_purchase")
 SOURCES = {"word2vec": "sessions", "sasrec": "sequences/train"}
 
 
@@ -72,7 +73,8 @@ class Feed:
         )
         self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
-        self.prepare: Callable[[Batch], Batch] = getattr(self, f"_{name}", lambda batch: batch)
+        adds = {"dssm": self._with_log_q, "word2vec": self._pairs, "sasrec": self._sequences}
+        self.prepare: Callable[[Batch], Batch] = adds.get(name, _unchanged)
         self.most = most
         self.share = share
         self.draw = np.random.default_rng([seed, fleet.data_rank() if share is None else share[0]])
@@ -91,25 +93,29 @@ class Feed:
         for batch in islice(self.dataset, self.most):
             yield self.prepare(batch)
 
-    def _dssm(self, batch: Batch) -> Batch:
-        found = {**batch, "log_q": self.catalogue.log_shown(batch["item"])}
-        if self.sampling.negatives:
-            drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
-            columns = self.catalogue.columns(drawn)
-            found |= {f"negative.{name}": values for name, values in columns.items()}
-            found["negative.log_q"] = self.catalogue.log_drawn(drawn)
-        return found
+    def _with_log_q(self, batch: Batch) -> Batch:
+        return with_candidates(batch, self.catalogue, self.draw, self.sampling.negatives)
 
-    def _word2vec(self, batch: Batch) -> Batch:
+    def _pairs(self, batch: Batch) -> Batch:
         centre, context = pairs(batch["items"], batch["items.offsets"], self.sampling.window)
         drawn = self.catalogue.drawn(self.draw, len(centre) * self.sampling.negatives)
         negative = self.catalogue.item[drawn].view(len(centre), -1)
         return {"centre": centre, "context": context, "negative": negative}
 
-    def _sasrec(self, batch: Batch) -> Batch:
+    def _sequences(self, batch: Batch) -> Batch:
         items = padded(batch["items"], batch["items.offsets"], self.sampling.length)
         drawn = self.catalogue.drawn(self.draw, self.sampling.negatives)
         return {"items": items, "negative": self.catalogue.item[drawn]}
+
+
+def with_candidates(batch: Batch, catalogue: Catalogue, draw: np.random.Generator, negatives: int) -> Batch:
+    """Returns the batch with what DSSM's loss takes: the shares of its items, and so many items that are drawn."""
+    found = {**batch, "log_q": catalogue.log_shown(batch["item"])}
+    if negatives:
+        drawn = catalogue.drawn(draw, negatives)
+        found |= {f"negative.{name}": values for name, values in catalogue.columns(drawn).items()}
+        found["negative.log_q"] = catalogue.log_drawn(drawn)
+    return found
 
 
 def pairs(items: Tensor, offsets: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -135,11 +141,20 @@ def inputs_of(net: Any) -> tuple[str, ...]:
 
 
 def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
-    """Returns the impressions of the test day, whole on each worker that reads them, with the true probabilities."""
-    columns = [*_named(inputs), *LABELS, "p_click", "p_purchase"]
-    return fleet.ParquetDataset(
-        folder / "impressions/test", columns=list(dict.fromkeys(columns)), batch_size=batch_size
-    )
+    """Returns this worker's share of the impressions of the test, with the true probabilities where they are known."""
+    source = folder / "impressions/test"
+    known = pq.read_schema(min(source.glob("*.parquet"))).names
+    columns = [*_named(inputs), *LABELS, *(name for name in TRUTHS if name in known)]
+    return fleet.ParquetDataset(source, columns=list(dict.fromkeys(columns)), batch_size=batch_size)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch on a device."""
+    return {name: values.to(device) for name, values in batch.items()}
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
 
 
 def _named(inputs: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ def read_history(path: Path) -> Results:
             for metric, values in record.items():
                 if isinstance(values, dict):
                     found.setdefault(f"{record['model']} {metric}", {})[run] = values
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{str(path)!r}, line {number}: not a record of train.py ({error!r}).") from error
     if not found:
         raise ValueError(f"{str(path)!r} holds no result. Train with --history {path} first.")

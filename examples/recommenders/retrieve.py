@@ -3,9 +3,11 @@
     curl -d '{"inputs": {"user": [7], "age": [3], "history": [15, 4], "history.offsets": [0]}, "k": 10}' \\
         http://127.0.0.1:8000/retrieve
 
-answers ``{"items": [[...]], "scores": [[...]], "step": ..., "age_s": ...}``: for each user the items, nearest first;
-the step of training that the items hold at least; and the seconds since the newest changes in them were pushed.
-``inputs`` are those of the user tower: numbers without a point are ids.
+answers ``{"items": [[...]], "scores": [[...]], "step": ..., "age_s": ..., "version": ...}``: for each user the items,
+nearest first; the step of training that the items hold at least; the seconds since the newest changes in them were
+pushed; and the version that readers were taken back to, null while they follow training. ``inputs`` are those of the
+user tower: numbers without a point are ids. With ``"recall": true`` the answer says which part of the exact answer the
+index has found.
 
 EXPORT holds a program in ``user`` and one in ``item`` (``fleet.ps.export`` of each tower). The service needs neither
 the servers nor the workers of the job.
@@ -76,6 +78,7 @@ class Retrieval:
     """
 
     def __init__(self, export: Path, reader: Reader, catalogue: Catalogue, table: str, kind: str) -> None:
+        self.reader = reader
         self.catalogue = catalogue
         self.user_tower = Predictor(export / "user", reader)
         self.item_tower = Predictor(export / "item", reader)
@@ -86,16 +89,25 @@ class Retrieval:
         found: Tensor = self.item_tower(self.catalogue.batch(torch.from_numpy(ids)))
         return found
 
-    def answer(self, inputs: Batch, k: int) -> dict[str, Any]:
+    def answer(self, inputs: Batch, k: int, recall: bool = False) -> dict[str, Any]:
         """Returns what an answer over HTTP holds."""
-        positions = self.index.position.values()  # before: newer items may come during the search
-        ids, scores = self.index.search(self.user_tower(inputs), k)
+        while True:
+            version = self.reader.version
+            if self.index.version != version:  # the reader was taken back, or released, and the index comes after it
+                self.index.refresh()
+            positions = self.index.position.values()  # before: newer items may come during the search
+            vectors = self.user_tower(inputs)
+            ids, scores = self.index.search(vectors, k)
+            if self.index.version == self.reader.version == version:
+                break
         found = scores > -torch.inf
         return {
             "items": [row[mask].tolist() for row, mask in zip(ids, found, strict=True)],
             "scores": [row[mask].tolist() for row, mask in zip(scores, found, strict=True)],
             "step": min(position.step for position in positions),
             "age_s": round(time.time() - min(position.pushed_at for position in positions), 3),
+            "version": version and version.name,
+            **({"recall": self.index.recall(vectors, k)} if recall else {}),
         }
 
     def follow(self, every_s: float, stop: threading.Event) -> None:
@@ -122,8 +134,8 @@ class Requests(BaseHTTPRequestHandler):
         try:
             length = int(self.headers.get("Content-Length", 0))
             body = json.loads(self.rfile.read(max(0, min(length, MOST_BYTES))))  # below 0 it would read for ever
-            inputs = {name: torch.tensor(values) for name, values in body["inputs"].items()}
-            answer = self.retrieval.answer(inputs, body.get("k", 10))
+            inputs = {name: tensor_of(values) for name, values in body["inputs"].items()}
+            answer = self.retrieval.answer(inputs, body.get("k", 10), bool(body.get("recall")))
         except ConfigError as error:  # the program takes other inputs
             self.answer(400, {"error": str(error)})
         except FleetError as error:
@@ -144,6 +156,11 @@ class Requests(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Leaves the terminal to errors."""
+
+
+def tensor_of(values: Any) -> Tensor:
+    """Returns numbers of JSON as a tensor; without any they are ids, as in the history of a new user."""
+    return torch.tensor(values, dtype=torch.int64 if values == [] else None)
 
 
 def main() -> None:

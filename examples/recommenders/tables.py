@@ -70,7 +70,7 @@ class LocalTable(nn.Embedding):
         new = torch.tensor([number for number in ids.tolist() if number not in self.places], dtype=torch.int64)
         if len(new):
             self._add(new)
-        places = torch.tensor([self.places[number] for number in ids.tolist()], dtype=torch.int64)
+        places = torch.tensor([self.places[number] for number in ids.tolist()], dtype=torch.int64).to(input.device)
         return super().forward(places[inverse])
 
     def _add(self, new: Tensor) -> None:
@@ -79,4 +79,4 @@ class LocalTable(nn.Embedding):
             raise ValueError(f"a table of {self.num_embeddings} rows has no room for {first + len(new)} ids.")
         self.places.update((number, first + place) for place, number in enumerate(new.tolist()))
         with torch.no_grad():
-            self.weight[first : first + len(new)] = self.start_rows(new)
+            self.weight[first : first + len(new)] = self.start_rows(new).to(self.weight.device)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed, held_out, inputs_of
+from feeds import Feed, held_out, inputs_of, moved
 from models import MODELS
 from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
@@ -22,6 +22,7 @@ from tables import Tables
 
 from fleet import fleet, ps
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHOP = "simulated:users=4000,items=3000,days=5,impressions=300000"
 
 
@@ -48,7 +49,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
         fleet.run_server()
         return
     folder = open_shop(args.data)
-    net = make_net(args, settings)
+    net = make_net(args, settings).to(DEVICE)
     optimizer = fleet.distributed_optimizer(make_optimizer(settings["optimizer"], net), strategy)
     model = fleet.distributed_model(net)
     fleet.init_worker()
@@ -59,6 +60,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
         feed.begin(epoch)
         net.train()
         for batch in batches:
+            batch = moved(batch, DEVICE)
             loss = net.loss(model(batch), batch)
             loss.backward()
             optimizer.step()
@@ -68,7 +70,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
         fleet.barrier_worker()
         if settings["shrink"]:
             fleet.shrink()
-    report.end(evaluate(net, folder))
+    report.end(evaluate(net, folder, DEVICE))
     if args.save:
         save(net, folder, Path(args.save))
     fleet.stop_worker()
@@ -77,7 +79,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
 def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Trains in plain torch: each step takes the mean loss of the batches that the workers of a job would have."""
     folder = open_shop(args.data)
-    net = make_net(args, settings)
+    net = make_net(args, settings).to(DEVICE)
     optimizer = make_optimizer(settings["optimizer"], net)
     feeds = [make_feed(args, settings, folder, net, (number, args.workers)) for number in range(args.workers)]
     report = Report(args)
@@ -86,19 +88,23 @@ def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             feed.begin(epoch)
         net.train()
         for batches in zip(*feeds, strict=True):
-            loss = sum(net.loss(net(batch), batch) for batch in batches) / len(batches)
+            there = [moved(batch, DEVICE) for batch in batches]
+            loss = sum(net.loss(net(batch), batch) for batch in there) / len(there)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             report.add(loss.item())
         report.end_pass(epoch)
     fleet.init(is_collective=True)  # fleet.metrics takes the workers of a job: here, this process
-    report.end(evaluate(net, folder))
+    report.end(evaluate(net, folder, DEVICE))
 
 
 def open_shop(given: str | None) -> Path:
     """Returns the folder of the data; without one, a small shop is simulated, once."""
-    return open_data(given or SHOP)
+    try:
+        return open_data(given or SHOP)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def make_net(args: argparse.Namespace, settings: dict[str, Any]) -> Any:

@@ -7,46 +7,20 @@ one, which asks it every second and ends when the job does.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 from data import open_data
+from processes import running, wait_for
 
 HERE = Path(__file__).parent
-START_S = 180.0  # for imports, and for compiling what numba has not compiled before
-
-
-@contextlib.contextmanager
-def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command for as long as the block; stops it where it has not ended."""
-    process = subprocess.Popen([str(part) for part in command], text=True, **options)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Returns when ``path`` is there.
-
-    Raises:
-        SystemExit: ``process`` has ended, or it takes too long.
-    """
-    deadline = time.monotonic() + START_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"Training wrote no {path}; its log is in {path.parents[1] / 'log'}.")
-        time.sleep(0.1)
 
 
 def ask(url: str, ids: Any, dense: Any) -> dict[str, Any]:
@@ -77,8 +51,8 @@ def main() -> None:
     ids, dense, label = test[:1000]
     chosen = [int((label == 1).nonzero()[0]), int((label == 0).nonzero()[0])]  # a late flight, and one in time
     with running(*command, env=environment, stdout=subprocess.DEVNULL) as job:
-        wait_for(export / "export.json", job)
-        wait_for(rows / "MANIFEST.json", job)
+        wait_for(export / "export.json", job, args.folder / "log")
+        wait_for(rows / "MANIFEST.json", job, args.folder / "log")
         with running(sys.executable, HERE / "serve.py", export, rows, "--port=0", stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             url = server.stdout.readline().strip()

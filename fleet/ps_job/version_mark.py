@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet.errors import ConfigError
-from fleet.ps.publishing.versions import EXPORT, check_keep, check_name
+from fleet.ps.publishing.versions import EXPORT, check_keep, check_name, program_folders
 
 if TYPE_CHECKING:
     from fleet.ps_job.server_job import ServerJob
@@ -29,10 +30,10 @@ def mark_version(job: ServerJob, name: object, keep: object, save: object, model
             'fleet.ps.publish("rows") on every role, before the servers start.'
         )
     job.publication.check_versions()
-    if paths[1] is not None and not os.path.isfile(os.path.join(paths[1], EXPORT)):
+    if paths[1] is not None and not program_folders(Path(paths[1])):
         raise ConfigError(
-            f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}). Write one with "
-            "fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
+            f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}), nor in a folder "
+            "of it. Write one with fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
         )
     if paths[0] is not None:
         tables.save(paths[0], 0)

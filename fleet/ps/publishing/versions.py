@@ -6,7 +6,8 @@
      "model": false, "servers": {"0": {... as in MANIFEST.json: "base", "deltas", "watermark", "step" ...}}}
 
 It names files that the manifest named at that moment; they stay while the version is kept, so no row is copied. Each
-server adds its share, and a version counts once all servers have. ``versions/NAME/`` also keeps the exported program.
+server adds its share, and a version counts once all servers have. ``versions/NAME/`` also keeps the exported program,
+or a folder for each of several.
 ``ROLLBACK.json``, ``{"version": "monday", "at": 1e9}``, is the brake: while it is there, readers have these rows.
 """
 
@@ -16,6 +17,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -45,7 +47,7 @@ class Version:
         marked_at: unix time in seconds.
         step: sync mode: the last step that the rows hold; otherwise the lowest clock of the workers.
         save: the folder from which ``fleet.load_model`` takes training back to it; None without one.
-        model: whether an exported program is kept with it.
+        model: whether exported programs are kept with it.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Mark:
         name: the version's.
         key: the same for all requests of one call.
         keep: how many versions stay.
-        save, model: folders of a save and of an exported program; None without.
+        save, model: folders of a save and of exported programs; None without.
     """
 
     name: str
@@ -123,6 +125,12 @@ def version_of(fields: Mapping[str, Any]) -> Version:
     )
 
 
+def program_folders(folder: Path) -> list[Path]:
+    """Returns ``folder`` if it has an exported program, otherwise those in it that have one, such as two towers."""
+    found = [folder] if (folder / EXPORT).is_file() else sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if (path / EXPORT).is_file()]
+
+
 def list_versions(folder: Path) -> list[Version]:
     """Returns the versions that all servers have, oldest first. Raises CheckpointError for a damaged file."""
     return [version_of(fields) for fields in _all_fields(folder) if _is_complete(fields)]
@@ -164,7 +172,7 @@ def add_share(folder: Path, mark: Mark, server: int, manifest: Mapping[str, Any]
         fields = _new_fields(mark, 1 + max((other["number"] for other in known.values()), default=0), manifest)
         version_folder(folder, mark.name).mkdir(parents=True, exist_ok=True)
         if mark.model is not None:
-            _copy_program(Path(mark.model), version_folder(folder, mark.name))
+            _copy_programs(Path(mark.model), version_folder(folder, mark.name))
     if str(server) not in fields["servers"]:
         fields["servers"][str(server)] = manifest["servers"][str(server)]
         replace_file(version_path(folder, mark.name), json.dumps(fields))
@@ -331,13 +339,18 @@ def _drop_old(folder: Path, keep: int, newest: int) -> None:
             if fields not in stays:
                 target = version_folder(folder, fields["name"])
                 (target / _VERSION).unlink(missing_ok=True)  # first: without it the rest is nothing
-                for path in target.iterdir():
-                    path.unlink(missing_ok=True)
-                target.rmdir()
+                shutil.rmtree(target)
+
+
+def _copy_programs(source: Path, target: Path) -> None:
+    """Copies the program of ``source``, or each of those in its folders."""
+    for path in program_folders(source) or [source]:  # without one, the copy says so
+        _copy_program(path, target / path.relative_to(source))
 
 
 def _copy_program(source: Path, target: Path) -> None:
     """Copies an exported program, which a newer export may be replacing at this moment."""
+    target.mkdir(exist_ok=True)
     for tries_left in reversed(range(3)):
         try:
             with open_to_read(source / EXPORT) as file:

@@ -11,6 +11,7 @@ import numpy as np
 
 from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
+from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes
 from fleet.ps.serving.follower import Follower, check_interval
 from fleet.ps.serving.inverted_lists import InvertedLists, count_lists, import_faiss
@@ -46,8 +47,8 @@ class Index:
         reader: of a folder.
         table: the table's name.
         encode: the item tower: gets ids (int64 [n]) and their rows (float32 [n, dim]), and returns vectors [n, d], an
-            array or a tensor. When anything else that vectors depend on has changed, call :meth:`rebuild`. ``None``:
-            the rows are the vectors.
+            array or a tensor. All rows are encoded anew when the reader is taken to another version or back; when
+            anything else that vectors depend on has changed, call :meth:`rebuild`. ``None``: the rows are the vectors.
         metric: ``"inner_product"`` or ``"cosine"``, the inner product of vectors of length 1. The cosine of a vector of
             zeros is 0.
         kind: ``"exact"`` or ``"ivf"``, which needs the package faiss (``pip install '.[retrieval]'`` in the clone).
@@ -100,6 +101,12 @@ class Index:
         """How far the rows of the items are, by server, as :attr:`Reader.position`."""
         self._check_open()
         return dict(self._state.rows.positions)
+
+    @property
+    def version(self) -> Version | None:
+        """The version whose rows the items are of, as :attr:`Reader.version`."""
+        self._check_open()
+        return self._state.rows.version
 
     def __len__(self) -> int:
         """Returns how many items there are."""
@@ -208,7 +215,9 @@ class Index:
             changes = self._reader.changes(self._table, before.rows)
             if changes.state is before.rows:
                 return False
-            self._state = self._after(before, changes)
+            # A version has a program of its own: encode may return another vector for a row that is the same.
+            turned = self._encode is not None and changes.state.version != before.rows.version
+            self._state = self._made_anew(before.rebuilds + 1) if turned else self._after(before, changes)
             return True
 
     def _after(self, state: _State, changes: Changes) -> _State:

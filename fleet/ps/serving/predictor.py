@@ -40,9 +40,10 @@ class Predictor:
 
     A call may come from any thread. The rows of one lookup are of one state of the reader; the rows of several tables
     may be of two states that follow each other. While the reader is at a version, by ``version=`` or a brake, the
-    program is the one that was marked with it, ``fleet.mark_version(model=...)``; no prediction mixes its rows with
-    newer ones. A version without a program is used with that of ``folder``, which is logged. Programs run code: load
-    them from folders that you trust.
+    program is the one that was marked with it, ``fleet.mark_version(model=...)``, of several the one in a folder of the
+    same name as ``folder``; no prediction mixes its rows with newer ones. A version without a program is used with that
+    of ``folder``, which is logged. After a release the newest program is taken up. Programs run code: load them from
+    folders that you trust.
 
     Args:
         folder: where :func:`fleet.ps.export` wrote.
@@ -110,9 +111,12 @@ class Predictor:
             return True
 
     def _program_of(self, version: Version | None) -> _Program:
-        if version is None:
-            return self._program
         kept, program = self._at_version
+        if version is None:
+            if kept is not None:  # released: the newest rows go with the newest program
+                self.refresh()
+                self._at_version = (None, None)
+            return self._program
         if kept != version:
             with self._refreshing:
                 kept, program = self._at_version
@@ -124,7 +128,8 @@ class Predictor:
     def _read_version(self, version: Version) -> _Program | None:
         folder = self.reader.program_of(version)
         if folder is not None:
-            return self._checked(_newest(folder))
+            part = folder / self._folder.resolve().name
+            return self._checked(_newest(part if part.is_dir() else folder))
         logging.getLogger("FLEET").warning(
             "fleet.ps.Predictor(%r): version %r was marked without a program (model=), so its rows are used with the "
             "program of that folder. Put the program of the version there.", str(self._folder), version.name,

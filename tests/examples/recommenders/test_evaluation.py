@@ -16,6 +16,7 @@ from tests.examples.recommenders.example import example_module
 evaluation = example_module("evaluation")
 feeds = example_module("feeds")
 catalogue = example_module("catalogue")
+CPU = torch.device("cpu")
 
 
 class Knows(nn.Module):
@@ -56,7 +57,7 @@ def whole_day(folder: Path, *columns: str) -> dict[str, Tensor]:
 
 
 def test_auc_is_that_of_all_samples_beside_the_best(folder: Path) -> None:
-    found = evaluation.evaluate(Knows(), folder)
+    found = evaluation.evaluate(Knows(), folder, CPU)
     day = whole_day(folder)
     assert found["auc_click"]["model"] == pytest.approx(roc_auc_score(day["click"], day["p_click"]), abs=2e-5)
     assert found["auc_click"]["best"] == pytest.approx(found["auc_click"]["model"], abs=2e-5)
@@ -71,7 +72,7 @@ def test_recall_counts_clicked_items_among_the_first_of_those_on_sale(folder: Pa
     places = shop.on_sale(shop.last_day)
     by_clicks = dict(zip(shop.item.tolist(), shop.clicked(torch.arange(len(shop.item))).tolist(), strict=True))
     numbers = {item: count + 1e-6 * place for place, (item, count) in enumerate(by_clicks.items())}
-    found = evaluation.evaluate(Ranks(numbers), folder)["recall@50"]
+    found = evaluation.evaluate(Ranks(numbers), folder, CPU)["recall@50"]
     clicked = whole_day(folder, "user")
     wanted = clicked["item"][clicked["click"] == 1][: evaluation.MOST_USERS]
     on_sale = shop.item[places].tolist()

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError, FleetError
-from fleet.ps import Index, Initializer, Reader, SparseTable, SparseTableConfig, save_table
+from fleet.ps import Index, Initializer, Reader, SparseTable, SparseTableConfig, release, roll_back, save_table
 from fleet.ps.publishing.folder_sink import FolderSink
+from fleet.ps.publishing.versions import Mark
 from fleet.ps.serving import item_vectors
 from fleet.ps.serving.index import InvertedLists
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
@@ -137,6 +138,29 @@ def test_only_rows_that_changed_are_encoded(chain: Chain, reader: Reader) -> Non
     index.rebuild()
     assert sorted(encoded) == sorted(chain.rows)
     assert index.search(queries, 5)[0].tolist() == wanted()[0]
+
+
+def test_all_items_are_encoded_anew_at_a_version(tmp_path: Path, chain: Chain, reader: Reader) -> None:
+    """A version has a program of its own, so rows that are the same have other vectors."""
+    for server in range(2):
+        chain.sink.mark(server, Mark("monday", "key", 5))
+    then = dict(chain.rows)
+    chain.write(20, 5)
+
+    def encode(ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return rows if reader.version is None else -rows
+
+    index = Index(reader, "ads", encode=encode)
+    roll_back(tmp_path / "rows", "monday")
+    assert index.version is None
+    assert index.refresh()
+    assert index.version is not None
+    assert index.version.name == "monday"
+    assert index.search(QUERIES, 5)[0].tolist() == nearest({key: -row for key, row in then.items()}, QUERIES, 5)[0]
+    release(tmp_path / "rows")
+    assert index.refresh()
+    assert index.version is None
+    assert index.search(QUERIES, 5)[0].tolist() == nearest(chain.rows, QUERIES, 5)[0]
 
 
 def test_lists_are_made_anew_while_items_change(chain: Chain, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,38 @@ def test_no_prediction_mixes_two_states_of_a_brake(tmp_path: Path) -> None:
     assert not turns
 
 
+def test_a_version_has_the_program_of_each_tower(tmp_path: Path) -> None:
+    """The recommenders' service: two programs over one reader, of which each goes back to its own."""
+    sink = FolderSink(tmp_path / "rows", "shop", "float32")
+    chain = Chain(sink)
+    chain.put(0, np.array([1, 2]), np.ones((2, DIM), np.float32), NONE, whole=True)
+    ids = torch.tensor([[1, 2], [2, 1]])
+    towers = {name: nn.Sequential(fleet.SparseEmbedding(DIM, name="ads", combiner="sum"), nn.Linear(DIM, 1, bias=False))
+              for name in ("user", "item")}  # fmt: skip
+
+    def write(factor: float) -> None:
+        for name, weight in (("user", 1.0), ("item", -3.0)):
+            nn.init.constant_(towers[name][1].weight, factor * weight)
+            export(towers[name], (ids,), tmp_path / "towers" / name)
+
+    write(1.0)
+    sink.mark(0, Mark("monday", "key", 5, model=str(tmp_path / "towers")))
+    write(10.0)
+    reader = Reader(tmp_path / "rows")
+    predictors = [Predictor(tmp_path / "towers" / name, reader) for name in ("user", "item")]
+
+    def found() -> list[float]:
+        reader.refresh()
+        return [predictor(ids)[0].item() / (2 * DIM) for predictor in predictors]
+
+    assert found() == [10.0, -30.0]
+    roll_back(tmp_path / "rows", "monday")
+    assert found() == [1.0, -3.0]
+    write(20.0)  # while the brake is on
+    release(tmp_path / "rows")
+    assert found() == [20.0, -60.0]  # and not the programs that were there when it was pulled
+
+
 def test_a_version_without_a_program_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, ids = _versioned(tmp_path, with_program=False)
     predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows", version="monday"))
