@@ -17,7 +17,10 @@ COMMANDS = {
         "show, verify or convert a checkpoint, also one of another program",
     ),
     "env": ("fleet.utils._env_report", "print what to paste into a bug report"),
-    "estimate": ("fleet.estimate.estimate_command", "print the memory that training a module will take"),
+    "estimate": (
+        "fleet.estimate.estimate_command",
+        "print the memory that training a module, or tables of servers, will take",
+    ),
     "explain": ("fleet.options.explain_command", "print what a strategy file does, warns about and refuses"),
     "launch": ("fleet.launch.cli.cli", "start a job: the same as python -m fleet.launch"),
     "launch-on": (

@@ -110,6 +110,11 @@ def read_block(file: BinaryIO, path: Path) -> RowBlock:
     return _decode(payload, rows, dtypes, stamp)
 
 
+def row_bytes(width: int, has_statistics: bool, has_ranks: bool) -> int:
+    """Returns the bytes of one row of ``width`` floats in a block."""
+    return sum(dtype.itemsize for dtype in _dtypes(width, has_statistics, has_ranks))
+
+
 def _dtypes(width: int, has_statistics: bool, has_ranks: bool) -> list[np.dtype[np.void]]:
     shapes: list[tuple[str, int]] = [("<i8", 1), ("<u2", 1), ("<u4", 1), ("u1", 1), ("<f4", width)]
     if has_statistics:

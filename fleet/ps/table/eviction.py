@@ -21,7 +21,7 @@ import numpy as np
 
 from fleet.errors import ConfigError
 from fleet.ps.table.hash import NUM_SUB_SHARDS, mix
-from fleet.ps.table.layout import CHUNK_ROWS, STATISTICS_BYTES, Int64s, SparseTableConfig, plan_layout
+from fleet.ps.table.layout import CHUNK_ROWS, Int64s, SparseTableConfig, part_bytes
 
 _LEAST_SHARE = 4096
 INDEX_BYTES = 36  # of a row, at most: 16 a place, filled to half after the index has grown, and places at the end
@@ -61,9 +61,8 @@ def limit_of(config: SparseTableConfig) -> int | None:
     bounds = config.bounds
     if bounds is None or bounds.max_bytes is None:
         return None if bounds is None else bounds.max_rows
-    layout = plan_layout(config)
     waits = config.entry is not None and config.entry.to_attr().startswith("count_filter")
-    row = 4 * layout.row_floats + 8 + STATISTICS_BYTES * layout.has_statistics
+    row = sum(part_bytes(config))
     fixed = NUM_SUB_SHARDS * (CHUNK_ROWS * row + 64 * 1024 // NUM_SUB_SHARDS)
     limit = (bounds.max_bytes - fixed) // (row + INDEX_BYTES * (1 + waits))
     if limit < 1:

@@ -19,7 +19,8 @@ from fleet.ps.table.rules import Rule
 Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 CREATE_ON = ("pull", "push")
-CHUNK_ROWS, STATISTICS_BYTES = 1024, 24  # rows are allocated together; an accessor's statistics of each
+# Rows are allocated together; an accessor's statistics of each, and its rank.
+CHUNK_ROWS, STATISTICS_BYTES, RANK_BYTES = 1024, 24, 8
 PENDING, PENDING_COUNT = 0x80000000, 0x7FFFFFFF  # in an index entry: the id waits for admission, and its pushes so far
 
 
@@ -148,6 +149,21 @@ def plan_layout(config: SparseTableConfig) -> RowLayout:
         state += rule.state_width(width)
     ranked = config.bounds is not None and (config.bounds.has_limit or config.bounds.rows == "disk")
     return RowLayout(tuple(blocks), num_weights, state, num_counters, accessor is not None, ranked)
+
+
+def part_bytes(config: SparseTableConfig) -> list[int]:
+    """Returns the bytes that a row takes: those of weights and state, of statistics, and of its rank.
+
+    Example:
+        >>> part_bytes(SparseTableConfig("ads", 16))
+        [128, 0, 0]
+    """
+    layout = plan_layout(config)
+    values = 4 * layout.row_floats
+    if config.bounds is not None and config.bounds.rows == "disk":
+        # Statistics and ranks follow each row there, and their 8-byte words must stay aligned.
+        values = -(-values // 8) * 8
+    return [values, STATISTICS_BYTES * layout.has_statistics, RANK_BYTES * layout.has_ranks]
 
 
 def admission_of(entry: Entry | None) -> tuple[int, int]:

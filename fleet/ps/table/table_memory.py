@@ -21,7 +21,7 @@ from fleet.ps.table.hash import GOLDEN, NUM_SUB_SHARDS, mix_int
 from fleet.ps.table.kernels import common as k
 from fleet.ps.table.kernels import finding, row_kernels, row_requests, rule_kernels, walks
 from fleet.ps.table.kernels.numba_cache import address_of
-from fleet.ps.table.layout import Int64s, SparseTableConfig, admission_of, plan_layout
+from fleet.ps.table.layout import Int64s, SparseTableConfig, admission_of, part_bytes, plan_layout
 from fleet.ps.table.rules import LEARNING_RATE
 
 _AGING_PERIOD = 16384
@@ -108,12 +108,9 @@ class TableMemory:
     def _place_in_chunks(self) -> None:
         """Says where rows, statistics and ranks are in a chunk: one array each, or side by side with rows on disk."""
         h = self._words
-        sizes = [int(h[k.ROW_BYTES]), k.STATISTICS_BYTES * self.layout.has_statistics]
-        sizes.append(k.RANK_BYTES * self.layout.has_ranks)
+        sizes = part_bytes(self.config)
         count, strides = k.CHUNK_ROWS, sizes
         if self.config.bounds is not None and self.config.bounds.rows == "disk":
-            # Statistics and ranks follow each row here, and their 8-byte words must stay aligned.
-            sizes[0] = -(-sizes[0] // 8) * 8
             count, strides = 1, [sum(sizes)] * 3
         h[k.STATISTICS_AT], h[k.RANKS_AT] = count * sizes[0], count * (sizes[0] + sizes[1])
         h[k.ROW_STRIDE], h[k.STATISTICS_STRIDE], h[k.RANK_STRIDE] = strides

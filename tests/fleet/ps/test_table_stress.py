@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from fleet.ps import Accessor, Initializer, Rule, SparseTable, SparseTableConfig, load_table, save_table
 from fleet.ps.files.manifest import blocks_of, read_parts
 from fleet.ps.table.kernels.common import CAPACITY, LENGTH, NUM_ENTRIES
-from fleet.ps.table.kernels.walks import FIRST_CAPACITY
+from fleet.ps.table.kernels.index_growth import FIRST_CAPACITY
 from fleet.ps.table.rows import RowBlock
 from tests.fleet.ps._tables import key_with_bits, make_rows, rows_of
 from tests.fleet.ps.reference_store import table_of

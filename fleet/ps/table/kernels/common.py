@@ -68,9 +68,10 @@ IN_MEMORY, ON_DISK = 0, 1
 ASKED, MISSED = 30, 31  # ids of pulls so far, and those that had no row
 
 CHUNK_ROWS, CHUNK_SHIFT, STATISTICS_BYTES = 1024, 10, 24
+RANK_BYTES = layout.RANK_BYTES
 assert (CHUNK_ROWS, STATISTICS_BYTES) == (layout.CHUNK_ROWS, layout.STATISTICS_BYTES)
 # Kinds of ranks: none, the change of the last push, the same below the number of pushes.
-UNRANKED, BY_PUSH, BY_COUNT, RANK_BYTES = 0, 1, 2, 8
+UNRANKED, BY_PUSH, BY_COUNT = 0, 1, 2
 LOW32, EMPTY = 0xFFFFFFFF, 0xFFFFFFFF
 PENDING, PENDING_COUNT = layout.PENDING, layout.PENDING_COUNT
 # Flag of a slot that a find returns: the row has its embedx part.

@@ -121,8 +121,12 @@ from fleet.ps.table.kernels.common import (
     words,
     write_file,
 )
+from fleet.ps.table.kernels.index_growth import is_full, next_capacity, places_of
 
 # -- index -------------------------------------------------------------------------------------------------------------
+
+_places_of, _next_capacity = (part(i64(i64))(function) for function in (places_of, next_capacity))
+_is_full = part(boolean(i64, i64))(is_full)
 
 
 @part(i64(i64, i64))
@@ -158,9 +162,8 @@ def place_entry(index, capacity, length, h, meta):
 def grow(sub, capacity):
     """Moves the index to ``capacity`` places or more; returns 0, or 1 without memory (the old index stays)."""
     shard = words(sub)
-    # Probing never wraps: entries of the last places run into extra ones, and where these are full it grows again.
-    while True:
-        length = capacity + min(512, capacity // 8 + 16)
+    while True:  # where the extra places are full it grows again
+        length = _places_of(capacity)
         fresh = allocate(16 * length)
         if fresh == 0:
             return 1
@@ -174,7 +177,7 @@ def grow(sub, capacity):
         if fits:
             break
         release(fresh)
-        capacity += capacity // 2
+        capacity = _next_capacity(capacity)
     if shard[INDEX] != 0:
         release(shard[INDEX])
     shard[INDEX], shard[CAPACITY], shard[LENGTH] = fresh, capacity, length
@@ -185,11 +188,11 @@ def grow(sub, capacity):
 def insert_entry(sub, h, meta):
     """Adds an entry that is not there yet, growing at three quarters; returns its address, 0 without memory."""
     shard = words(sub)
-    if 4 * (shard[NUM_ENTRIES] + 1) > 3 * shard[CAPACITY] and grow(sub, shard[CAPACITY] + shard[CAPACITY] // 2):
+    if _is_full(shard[NUM_ENTRIES], shard[CAPACITY]) and grow(sub, _next_capacity(shard[CAPACITY])):
         return 0
     at = place_entry(shard[INDEX], shard[CAPACITY], shard[LENGTH], h, meta)
     while at == 0:
-        if grow(sub, shard[CAPACITY] + shard[CAPACITY] // 2):
+        if grow(sub, _next_capacity(shard[CAPACITY])):
             return 0
         at = place_entry(shard[INDEX], shard[CAPACITY], shard[LENGTH], h, meta)
     shard[NUM_ENTRIES] += 1

@@ -72,6 +72,7 @@ from fleet.ps.table.kernels.finding import (
     score_of,
     slots_in,
 )
+from fleet.ps.table.kernels.index_growth import FIRST_CAPACITY
 from fleet.ps.table.kernels.row_kernels import (
     FIND_ONLY,
     any_slot,
@@ -382,9 +383,6 @@ def add_space(table, num_bytes):
 
 
 # -- a table's memory --------------------------------------------------------------------------------------------------
-
-
-FIRST_CAPACITY = 32
 
 
 @kernel
