@@ -14,7 +14,8 @@ from tests.test_ps_pages import EXAMPLE, chinese
 from tests.test_readme import read, run
 
 EXAMPLES = ROOT / "examples/recommenders"
-CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
+CONFIGS = [EXAMPLES / "configs" / path.with_suffix(".yaml").name for path in sorted((EXAMPLES / "models").glob("*.py"))]
+CONFIGS = [path for path in CONFIGS if path.is_file()]  # parts.py is no model
 OVERVIEW = "docs/recommenders/README.md"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/recommenders").glob("*.md"))
 BLOCK = re.compile(r"^```\w*\n.*?^```", re.MULTILINE | re.DOTALL)
@@ -49,11 +50,8 @@ def test_a_page_has_the_settings_of_its_model(path: Path) -> None:
         assert named == shown
 
 
-def test_the_overview_has_every_setting_and_model() -> None:
-    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", read(OVERVIEW), re.MULTILINE))))
-    for path in CONFIGS:
-        assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) - {"modes"} <= rows
-        assert f"({path.stem}.md)" in read(OVERVIEW)
+def test_the_overview_names_every_model() -> None:
+    assert [path.stem for path in CONFIGS if f"({path.stem}.md)" not in read(OVERVIEW)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
