@@ -1,4 +1,4 @@
-"""The pages of docs/ps: the tutorial runs as it stands, and both languages have the same code and the same shape."""
+"""The pages of servers, serving and recommenders: the tutorial runs, both languages have the same code and shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = re.compile(r"<!-- example: ([\w.]+) -->\n```python\n(.*?)```", re.DOTA
 FENCED = re.compile(r"```\w*\n.*?```", re.DOTALL)
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("ps", "serving")
+    for folder in ("ps", "recommenders", "serving")
     for path in (ROOT / "docs" / folder).glob("*.md")
     if ".zh-CN." not in path.name
 )
