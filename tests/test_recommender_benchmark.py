@@ -99,5 +99,5 @@ def test_a_job_runs_on_nodes_and_gets_a_server_meanwhile() -> None:
         )
         for wire in ("float32", "int8")
     ]
-    assert sent[1] < sent[0] / 2
+    assert sent[1] < 0.6 * sent[0]  # most of it are dense parameters, which int8 sends as bfloat16
     assert "3 of 3 server processes serve" in printed
