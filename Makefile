@@ -70,7 +70,7 @@ test: $(READY)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=4 --dist=loadfile
 
 test-slow: $(READY)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m slow --numprocesses=2 --dist=loadfile
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m slow --numprocesses=3 --dist=loadfile
 
 test-long: $(READY)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -m long

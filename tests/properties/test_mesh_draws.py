@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.meshes import Mesh, train_alone
 from tests.properties.mesh_draws import AXES, RULES, Report, draw, judge, run
 
-SMALL, QUICK, MORE, ALL, LARGE = (1, 2, 4), 12, 24, 80, 12
+SMALL, QUICK, MORE, ALL, LARGE = (1, 2, 4), 12, 20, 80, 4
 STEPS = 2
 
 
@@ -38,6 +38,11 @@ def test_all_drawn_meshes() -> None:
 @pytest.mark.slow
 def test_drawn_meshes_of_eight() -> None:
     check(run(draw(number, 0, (8,)) for number in range(LARGE)))
+
+
+@pytest.mark.long
+def test_more_drawn_meshes_of_eight() -> None:
+    check(run(draw(number, 0, (8,)) for number in range(LARGE, 3 * LARGE)))
 
 
 def test_a_draw_is_a_function_of_its_number_and_the_seed() -> None:

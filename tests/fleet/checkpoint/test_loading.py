@@ -23,6 +23,7 @@ from tests.fleet.checkpoint.matrix import (
     save_on,
     train_resnet,
 )
+from tests.helpers.sampled import sampled
 from tests.helpers.workers import run_workers
 
 QUICK = [
@@ -55,8 +56,7 @@ def test_a_mesh_goes_on_from_another_ones_checkpoint(tmp_path: Path, saved: str,
     check(tmp_path, saved, [loaded], "adamw")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("saved", MESHES)
+@pytest.mark.parametrize("saved", sampled(list(MESHES)))
 def test_every_mesh_loads_what_every_mesh_saved(tmp_path: Path, saved: str) -> None:
     check(tmp_path, saved, list(MESHES), "adamw")
 
@@ -118,8 +118,7 @@ def test_a_resnet_goes_on_from_another_mesh(tmp_path: Path) -> None:
     check_resnet(tmp_path, "stage3", ["dp2"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("saved", RESNETS)
+@pytest.mark.parametrize("saved", sampled(list(RESNETS)))
 def test_a_resnet_goes_on_from_every_mesh_on_every_mesh(tmp_path: Path, saved: str) -> None:
     check_resnet(tmp_path, saved, list(RESNETS))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.sampled import sampled
 from tests.helpers.sources import ROOT
 
 CASES = ["plain", "recompute", "amp", "recompute and amp", "gradient_merge"]
@@ -44,17 +45,15 @@ def test_near_a_real_run(memory: Any, name: str) -> None:
     compare(memory, name, 18, batch_size=4, size=64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES + SHARED)
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth", sampled([18, 50], [18]))
 def test_within_15_percent(memory: Any, name: str, depth: int) -> None:
     """Every case, on images large enough that activations count; where workers exchange, as for divided models."""
     compare(memory, name, depth, batch_size=8, size=96, measurements=3 if name in SHARED else 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth", sampled([18, 50], [18]))
 def test_within_15_percent_of_a_divided_model(memory: Any, name: str, depth: int) -> None:
     """Parts, units that are gathered in turn, and reductions.
 

@@ -10,6 +10,7 @@ import pytest
 
 from fleet.verify.paired_runs import Starter, VerifyRequest
 from fleet.verify.run_comparison import _Judge
+from tests.helpers.sampled import sampled
 from tests.helpers.sources import ROOT
 from tests.helpers.verifying import causes, outcome_of
 
@@ -30,16 +31,14 @@ def test_there_are_enough_scripts() -> None:
     assert len(PLANTED) >= 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", sampled(CLEAN))
 def test_a_correct_script_is_equal(name: str, tmp_path: Path, starter: Starter) -> None:
     found = report("clean", name, tmp_path, starter)
     assert (found["outcome"], found["findings"]) == ("equal", []), found["notes"]
     assert found["steps"] >= 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", sampled(PLANTED))
 def test_a_mistake_is_named(name: str, tmp_path: Path, starter: Starter) -> None:
     text = ast.get_docstring(ast.parse((FOLDER / "planted" / f"{name}.py").read_text(encoding="utf-8")))
     found = report("planted", name, tmp_path, starter)

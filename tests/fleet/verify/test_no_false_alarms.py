@@ -13,6 +13,7 @@ from fleet.errors import ConfigError
 from fleet.strategies import plan
 from fleet.verify.paired_runs import Starter, VerifyRequest
 from fleet.verify.run_comparison import _Judge
+from tests.helpers.sampled import sampled
 from tests.helpers.sources import ROOT
 from tests.helpers.verifying import verify
 from tests.strategies.test_training_contract import examples, fitted, pairs
@@ -66,12 +67,6 @@ def trains(first: str, second: str) -> bool:
 PAIRS = [pair for pair in pairs() if trains(*pair)]
 
 
-def sampled(names: list[str], sample: set[str]) -> list[Any]:
-    """Returns test parameters: those of the sample are slow, the others long."""
-    assert sample <= set(names)
-    return [pytest.param(n, marks=pytest.mark.slow if n in sample else pytest.mark.long, id=n) for n in names]
-
-
 def assert_equal(report: dict[str, Any]) -> None:
     """Asserts that nothing differs, and that steps were compared."""
     assert report["outcome"] == "equal", (report["findings"], report["notes"])
@@ -79,8 +74,7 @@ def assert_equal(report: dict[str, Any]) -> None:
     assert report["steps"] >= 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [path.stem for path in CLEAN])
+@pytest.mark.parametrize("name", sampled([path.stem for path in CLEAN]))
 def test_a_correct_script_is_equal(name: str, tmp_path: Path, starter: Starter) -> None:
     request = VerifyRequest(script=ROOT / FOLDER / "clean" / f"{name}.py", timeout_s=120)
     assert_equal(_Judge(request, tmp_path, starter).report().to_json())

@@ -10,6 +10,7 @@ import pytest
 
 from fleet.verify.paired_runs import Starter, VerifyRequest
 from fleet.verify.run_comparison import _Judge
+from tests.helpers.sampled import sampled
 from tests.helpers.sources import ROOT
 from tests.helpers.verifying import causes, outcome_of
 
@@ -38,16 +39,14 @@ def test_there_are_enough_scripts(engine: str) -> None:
         assert sum(name.startswith(engine) for name in scripts(kind)) >= 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", scripts("clean"))
+@pytest.mark.parametrize("name", sampled(scripts("clean")))
 def test_a_correct_script_is_equal(name: str, tmp_path: Path, starter: Starter) -> None:
     found = report(name, tmp_path, starter)
     assert (found["outcome"], found["findings"]) == ("equal", []), found["notes"]
     assert found["steps"] >= 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", scripts("planted"))
+@pytest.mark.parametrize("name", sampled(scripts("planted")))
 def test_a_mistake_is_named(name: str, tmp_path: Path, starter: Starter) -> None:
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8")))
     found = report(name, tmp_path, starter)
