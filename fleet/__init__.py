@@ -131,6 +131,7 @@ _CALLS = (
     "local_device_ids",
     "local_rank",
     "log",
+    "mark_version",
     "minimize",
     "node_num",
     "nranks",

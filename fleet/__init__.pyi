@@ -177,6 +177,7 @@ __all__ = [
     "local_device_ids",
     "local_rank",
     "log",
+    "mark_version",
     "mean",
     "meta_parallel",
     "metrics",
@@ -506,6 +507,28 @@ def log(values: Mapping[str, Any], step: int | None = None, *, total_steps: int 
 
     Example:
         >>> fleet.log({"loss": loss, "lr": optimizer.get_lr()})
+    """
+
+def mark_version(name: str, *, keep: int = 5, save: Path | None = None, model: Path | None = None) -> None:
+    """Names the rows of this moment in the folder that ``fleet.ps.publish`` writes; every worker calls it.
+
+    Every step before the call is in the version, on all servers, and none after it. It returns when the folder has
+    the version, and waits for a folder that cannot be written; the log says so. No row is copied: the files that
+    the folder has stay as long as the version does. Readers read it by its name, and
+    :func:`fleet.ps.roll_back` takes all of them back to it.
+
+    Args:
+        name: 1 to 64 letters, digits, ``_``, ``-`` and ``.``; given once.
+        keep: how many versions stay, this one included; older ones are removed, but not the one that readers were
+            taken back to.
+        save: a folder that all servers reach, for :meth:`save_persistables` first; ``fleet.load_model(save)`` takes
+            the training back to the version.
+        model: a folder of ``fleet.ps.export`` or ``save_inference_model(example_inputs=...)`` that servers and
+            workers reach: its program is copied and goes with the rows in a :class:`fleet.ps.Predictor`.
+
+    Raises:
+        ConfigError: rows are not published to a folder, or an argument is wrong; nothing was marked.
+        PSError: a server refuses it, as when the name is taken.
     """
 
 def minimize(

@@ -28,6 +28,7 @@ from fleet.paddle import group_sharded
 from fleet.paddle.topology import HybridCommunicateGroup, communicate_group
 from fleet.ps.embeddings.batch_rows import check_batches
 from fleet.ps_job.inference_model import save_model
+from fleet.ps_job.version_mark import mark_version
 from fleet.role_maker import RoleMakerBase
 from fleet.strategies.amp.amp import Amp
 from fleet.strategies.amp.amp_optimizer import share_scaler
@@ -702,6 +703,31 @@ class Fleet:
         if job is not None:
             tables = job.running().tables
             tables.load(folder, [tables.number(table_id)])
+
+    def mark_version(self, name: str, *, keep: int = 5, save: Path | None = None, model: Path | None = None) -> None:
+        """Names the rows of this moment in the folder that ``fleet.ps.publish`` writes; every worker calls it.
+
+        Every step before the call is in the version, on all servers, and none after it. It returns when the folder has
+        the version, and waits for a folder that cannot be written; the log says so. No row is copied: the files that
+        the folder has stay as long as the version does. Readers read it by its name, and
+        :func:`fleet.ps.roll_back` takes all of them back to it.
+
+        Args:
+            name: 1 to 64 letters, digits, ``_``, ``-`` and ``.``; given once.
+            keep: how many versions stay, this one included; older ones are removed, but not the one that readers were
+                taken back to.
+            save: a folder that all servers reach, for :meth:`save_persistables` first; ``fleet.load_model(save)`` takes
+                the training back to the version.
+            model: a folder of ``fleet.ps.export`` or ``save_inference_model(example_inputs=...)`` that servers and
+                workers reach: its program is copied and goes with the rows in a :class:`fleet.ps.Predictor`.
+
+        Raises:
+            ConfigError: rows are not published to a folder, or an argument is wrong; nothing was marked.
+            PSError: a server refuses it, as when the name is taken.
+        """
+        job = self._job("mark_version", "worker")
+        if job is not None:
+            mark_version(job, name, keep, save, model)
 
     # ---- the life of rows ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""docs/serving/README.md, retrieval.md and their Chinese twins: every block runs, in its order."""
+"""The pages of docs/serving in both languages: every block of those with programs runs, in its order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", ["serving/README", "serving/retrieval"])
+@pytest.mark.parametrize("page", ["README", "retrieval", "versions"])
 def test_both_languages_have_the_same_code(page: str) -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
-        for name in (f"{page}.md", f"{page}.zh-CN.md")
+        for name in (f"serving/{page}.md", f"serving/{page}.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 
@@ -53,6 +53,16 @@ def run_blocks(folder: Path, name: str) -> list[str]:
         assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
         done.append(ran.stdout)
     return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["", ".zh-CN"])
+def test_every_block_about_versions_runs(tmp_path: Path, language: str) -> None:
+    done = run_blocks(tmp_path, f"serving/versions{language}.md")
+    assert len(done) == 4
+    assert "[('monday', 50, '" in done[1]
+    assert "go back to version 'monday', step 50" in done[2]
+    assert done[3].startswith("monday 0.0 1.0")
 
 
 @pytest.mark.slow

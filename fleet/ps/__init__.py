@@ -43,6 +43,9 @@ _HOMES = {
     "RowsDelta": "publishing.delta",
     "StaleDelta": "publishing.delta",
     "publish": "publishing.publication",
+    "Version": "publishing.versions",
+    "release": "publishing.versions",
+    "roll_back": "publishing.versions",
     "export_text": "files.text_format",
     "import_text": "files.text_format",
     "load_table": "files.table_files",
@@ -53,6 +56,8 @@ _HOMES = {
     "Index": "serving.index",
     "Predictor": "serving.predictor",
     "export": "serving.export",
+    "Guard": "serving.guard",
+    "guard": "serving.guard",
 }
 
 __all__ = sorted(_HOMES)

@@ -19,10 +19,15 @@ from fleet.ps.publishing.delta import Delta as Delta
 from fleet.ps.publishing.delta import RowsDelta as RowsDelta
 from fleet.ps.publishing.delta import StaleDelta as StaleDelta
 from fleet.ps.publishing.publication import publish as publish
+from fleet.ps.publishing.versions import Version as Version
+from fleet.ps.publishing.versions import release as release
+from fleet.ps.publishing.versions import roll_back as roll_back
 from fleet.ps.server.server import Server as Server
 from fleet.ps.server.server_config import ServerConfig as ServerConfig
 from fleet.ps.server.server_process import run_server as run_server
 from fleet.ps.serving.export import export as export
+from fleet.ps.serving.guard import Guard as Guard
+from fleet.ps.serving.guard import guard as guard
 from fleet.ps.serving.index import Index as Index
 from fleet.ps.serving.predictor import Predictor as Predictor
 from fleet.ps.serving.reader import Reader as Reader
@@ -62,6 +67,7 @@ __all__ = [
     "DenseTableConfig",
     "GeoCommunicator",
     "Gradient",
+    "Guard",
     "HalfAsyncSender",
     "Index",
     "Initializer",
@@ -82,14 +88,18 @@ __all__ = [
     "SparseTableConfig",
     "StaleDelta",
     "UniqueKeys",
+    "Version",
     "documented_accessor",
     "export",
     "export_text",
+    "guard",
     "import_text",
     "load_dense",
     "load_table",
     "plan_dense_blocks",
     "publish",
+    "release",
+    "roll_back",
     "rule_from_paddle",
     "run_server",
     "save_dense",

@@ -10,6 +10,7 @@ from fleet.errors import FleetError, did_you_mean
 
 COMMANDS = {
     "export": ("fleet.ps.serving.export_command", "write a saved model as a program that takes its rows as inputs"),
+    "rollback": ("fleet.ps.publishing.rollback_command", "take the readers of a folder back to a version, or release"),
     "scale": ("fleet.ps_job.scale_command", "divide the shards of a running job over more or fewer server processes"),
     "switch": ("fleet.ps_job.switch_command", "let the standby of a server serve, and the server be its standby"),
 }

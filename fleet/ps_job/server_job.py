@@ -213,6 +213,11 @@ class ServerJob:
         return bool(loops.checkpoints) and loops.is_running
 
     @property
+    def publication(self) -> Publication | None:
+        """Where rows are published, once the job has started."""
+        return self._publication
+
+    @property
     def connected(self) -> Trainer | None:
         """The trainer between ``init_worker`` and ``stop_worker``, else ``None``."""
         return None if self.trainer is None or self.trainer.connection.stopped else self.trainer

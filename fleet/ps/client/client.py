@@ -512,6 +512,15 @@ class Client:
         except PSError as error:
             raise PSError(f"{error} Tables may be partly loaded: load another save before training goes on.") from error
 
+    def mark(self, name: str, keep: int, *, save: str | None = None, model: str | None = None, key: str = "") -> None:
+        """Makes every server name its rows at the sink, once per ``key``; returns when all of them are there.
+
+        Raises:
+            PSError: a server refuses it: it publishes nowhere, or there is a version of this name.
+        """
+        key = key or secrets.token_hex(8)
+        self._all(Op.MARK, {"name": name, "keep": keep, "save": save, "model": model, "key": key})
+
     def snapshot(self) -> None:
         """Makes every server write a snapshot of its state now."""
         self._all(Op.SNAPSHOT)

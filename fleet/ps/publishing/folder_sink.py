@@ -10,18 +10,15 @@
 
 A file holds ``TABLE.keys`` (int64), ``TABLE.values`` (float32, bfloat16 or int8), ``TABLE.scales`` (with int8) and
 ``TABLE.deleted`` (int64) of each table. The manifest is replaced by one rename once all of it is on the disk, under a
-lock that the servers of the job share. Files that the last two manifests do not name are removed.
+lock that the servers of the job share. Files that neither the last two manifests nor a version name are removed; see
+:mod:`fleet.ps.publishing.versions`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import secrets
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +29,17 @@ from fleet.common.plain_files import (
     NotPlainError,
     check_owner,
     flush,
-    open_own,
     open_to_read,
     remove_stale,
     replace_file,
 )
-from fleet.errors import CheckpointError, ConfigError, PSError
+from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.publishing.delta import Delta, check_position, encode
 from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
+from fleet.ps.publishing.versions import MANIFEST, Mark, add_share, locked, rows_of_versions
 
-MANIFEST = "MANIFEST.json"
 _MOST_DELTAS = 512
 _FEWEST_ROWS = 4096
-_LOCK_S = 30.0
 
 
 class FolderSink:
@@ -79,7 +74,7 @@ class FolderSink:
         """Adds ``delta``: its file, then the manifest that names it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         _check_folder(self._folder)
-        with self._locked():
+        with locked(self._folder, ".lock"):
             manifest = self._read()
             check_position(delta, _position(manifest, delta.server))
             before = _files(manifest, delta.server)
@@ -101,6 +96,18 @@ class FolderSink:
             replace_file(self._folder / MANIFEST, json.dumps(manifest, indent=1))
             # The files of the manifest before this one stay: a reader may be opening them.
             self._remove_old(manifest, delta.server, before | _files(manifest, delta.server))
+
+    def mark(self, server: int, mark: Mark) -> None:
+        """Names the rows that the folder has of ``server``, see :func:`fleet.ps.publishing.versions.add_share`."""
+        with locked(self._folder, ".lock"):
+            manifest = self._read()
+            if str(server) not in manifest["servers"]:
+                raise ConfigError(f"{self._folder} has no rows of server {server}, so no version of them is marked.")
+            before = rows_of_versions(self._folder)
+            add_share(self._folder, mark, server, manifest)
+            named = rows_of_versions(self._folder).union(*(_files(manifest, int(s)) for s in manifest["servers"]))
+            for name in before - named:
+                (self._folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Nothing is open between deltas."""
@@ -160,30 +167,14 @@ class FolderSink:
         return manifest
 
     def _remove_old(self, manifest: dict[str, Any], server: int, kept: set[str]) -> None:
-        """Removes the files of ``server`` and of servers that the manifest dropped, unless they are ``kept``."""
+        """Removes files of ``server`` and of servers that the manifest dropped, unless ``kept`` or a version's."""
         remove_stale(self._folder / MANIFEST)
+        kept = kept | rows_of_versions(self._folder)
         for path in self._folder.glob("rows-*-*.safetensors"):
             number = path.name.split("-")[1]
             is_due = number == str(server) or (number.isdigit() and number not in manifest["servers"])
             if is_due and path.name not in kept:
                 path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        # flock() ends with the process: a publisher that died holds up nobody.
-        deadline = time.monotonic() + _LOCK_S
-        with open(open_own(self._folder / ".lock", os.O_RDWR), "r+b") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise PSError(
-                            f"{self._folder}: another publisher holds the folder for {_LOCK_S:.0f} s."
-                        ) from None
-                    time.sleep(0.01)
-            yield  # closing the file releases it
 
 
 def _check_folder(folder: Path) -> None:

@@ -56,6 +56,15 @@ class Publication:
                 "store them with fleet.ps.publishing.delta.pack_rows. Leave values at 'float32'."
             )
 
+    def check_versions(self) -> None:
+        """Raises :class:`ConfigError` unless the sink, a folder, can keep versions."""
+        if not isinstance(self.sink, str) or "://" in self.sink:
+            raise ConfigError(
+                f"{self.origin}: rows go to {self.address}, which has the newest rows alone; versions are kept in a "
+                'folder, as by fleet.ps.publish("rows"). Elsewhere save with fleet.save_persistables and go back with '
+                "fleet.load_model."
+            )
+
     @property
     def address(self) -> str:
         """The sink, for messages; without a password."""

@@ -32,6 +32,7 @@ from fleet.errors import ConfigError, FleetError, PSError
 from fleet.ps.publishing.delta import Delta, Sink, StaleDelta
 from fleet.ps.publishing.publication import Publication, open_sink
 from fleet.ps.publishing.row_cut import cut, published_tables, waiting_rows
+from fleet.ps.publishing.versions import Mark
 from fleet.ps.server.job_state import MOST_WAITING
 from fleet.ps.server.key_recorder import GONE, TOUCHED
 from fleet.ps.server.server_state import ServerState
@@ -76,6 +77,7 @@ class Publisher:
         self._failing_since: float | None = None
         self._reason = _SLOW  # why the sink did not store the last delta
         self._told = 0.0
+        self._publishing = threading.Lock()  # of a cut and its way to the sink
         self._wake = threading.Condition()
         self._stopping = self._finishing = self._overtaken = False
         self._thread = OwnThread(self._run, name="publisher", say=self._say)
@@ -170,6 +172,40 @@ class Publisher:
         Raises:
             Exception: the sink's; the rows that it did not store stay noted.
         """
+        with self._publishing:
+            return self._publish()
+
+    def mark(self, mark: Mark) -> None:
+        """Gives the rows of this moment a name at the sink, once it has them; waits for a sink that is away.
+
+        Raises:
+            ConfigError: the sink keeps no versions, or refuses this one.
+            PSError: this server stops, or another has taken its place.
+        """
+        self._publication.check_versions()
+        target = self._state.journal.last_lsn
+        retry_s = _FIRST_RETRY_S
+        while True:
+            try:
+                with self._publishing:
+                    while not self._publish() and not self._has_reached(target):
+                        pass
+                    self._sink.mark(self._server, mark)  # type: ignore[attr-defined]  # a folder: checked above
+                return
+            except (ConfigError, _Overtaken):
+                raise
+            except Exception as error:  # whatever a sink raises: it may take the rows later
+                self._note_failure(error)
+            with self._wake:
+                if self._stopping:
+                    raise PSError(f"parameter server {self._server} stops; version {mark.name!r} is not marked.")
+                self._wake.wait(retry_s)
+            retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+
+    def _has_reached(self, record: int) -> bool:
+        return self._previous is not None and self._previous >= record and not self._state.job.published.whole
+
+    def _publish(self) -> bool:
         state = self._state
         if not published_tables(state, self._publication.tables):
             return True

@@ -74,6 +74,7 @@ class Operations:
         state: tables, workers and journal.
         snapshot: writes a snapshot now.
         save, load: write and read the tables named in a request; return the fields of the answer.
+        mark: names the published rows as a request says; returns the fields of the answer.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Operations:
         snapshot: Callable[[], None],
         save: Callable[[dict[str, Any]], dict[str, Any]],
         load: Callable[[dict[str, Any]], dict[str, Any]],
+        mark: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._config = config
         self.state = state
@@ -107,6 +109,7 @@ class Operations:
             Op.STOP: self._stop,
             Op.SAVE: lambda peer, worker, header, body, beat: self._file(self._save, worker, body, beat),
             Op.LOAD: lambda peer, worker, header, body, beat: self._file(self._load, worker, body, beat),
+            Op.MARK: lambda peer, worker, header, body, beat: self._file(mark, worker, body, beat),
             Op.SNAPSHOT: self._write_snapshot,
         }
 

@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from fleet.common.own_thread import OwnThread
 from fleet.errors import FleetError, PSError
 from fleet.ps.publishing.publisher import Publisher, boot_id
+from fleet.ps.publishing.versions import mark_of
 from fleet.ps.server.answers import Answers
 from fleet.ps.server.connected_worker import ConnectedWorker
 from fleet.ps.server.folder_lock import FolderLock
@@ -100,10 +102,17 @@ class Server:
             self.snapshot,
             lambda fields: save_tables(state, config, fields),
             lambda fields: load_tables(state, config, fields),
+            self._mark,
         )
         self._publisher: Publisher | None = None
         if config.publish is not None:
             self._publisher = Publisher(state, config.publish, server=config.index, notify=self._notify)
+
+    def _mark(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if self._publisher is None:
+            raise Refused("this server publishes no rows, so it has none to name. Call fleet.ps.publish on every role.")
+        self._publisher.mark(mark_of(fields))
+        return {}
 
     @property
     def endpoint(self) -> str:

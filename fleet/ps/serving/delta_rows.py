@@ -5,6 +5,9 @@
 are read and checked; states are never changed, so a lookup sees one manifest's rows, every delta whole. If the
 publisher removes a file before it is read, a newer manifest exists and is read in turn. Files that a state uses stay
 mapped after they are removed.
+
+A version is a manifest that never changes, so it is read in the same way. The files of the newest versions are read
+before they are asked for: a brake then costs one assignment, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -20,12 +23,30 @@ from numpy.typing import NDArray
 
 from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import open_plain
-from fleet.ps.publishing.folder_sink import MANIFEST
 from fleet.ps.publishing.tensor_file import read_tensors
-from fleet.ps.serving.local_rows import LocalState, MappedRows, Position, TableShare, check_servers, map_file
+from fleet.ps.publishing.versions import (
+    MANIFEST,
+    Version,
+    find_version,
+    list_versions,
+    read_brake,
+    version_folder,
+    version_of,
+    version_path,
+)
+from fleet.ps.serving.local_rows import (
+    FolderRows,
+    LocalState,
+    MappedRows,
+    Position,
+    TableShare,
+    check_servers,
+    map_file,
+)
 
 _MOST_BYTES = 1 << 28
 _TRIES = 20
+_READY = 2  # versions whose files are read in advance
 _ENCODINGS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # of the arrays' dtypes
 
 
@@ -42,44 +63,99 @@ class _ServerFiles:
     shares: dict[str, TableShare]
 
 
-class DeltaRows:
-    """Reads the folder of ``fleet.ps.publish``, and later the files that were added to it."""
+_Chains = dict[int, _ServerFiles]
 
-    def __init__(self, folder: Path) -> None:
+
+class DeltaRows(FolderRows):
+    """Reads the folder of ``fleet.ps.publish``, and later the files that were added to it.
+
+    Args:
+        folder: where the publisher writes.
+        version: the version to stay at; None: the newest rows. A brake on an older version goes before it.
+    """
+
+    def __init__(self, folder: Path, version: str | None = None) -> None:
         self._folder = folder
-        self._chains: dict[int, _ServerFiles] = {}
+        self._pinned = None if version is None else find_version(folder, version, "fleet.ps.Reader")
+        self._chains: _Chains = {}
+        self._ready: dict[Version, _Chains] = {}
         self._text = b""
         self.state = LocalState()
 
+    def program_of(self, version: Version) -> Path | None:
+        """Returns the folder of the program that was marked with ``version``; None without one."""
+        return version_folder(self._folder, version.name) if version.model else None
+
+    def versions(self) -> list[Version]:
+        """Returns the versions, oldest first."""
+        return list_versions(self._folder)
+
+    def must_turn(self) -> bool:
+        """Returns whether a brake was pulled or released since the last refresh; it reads one small file."""
+        version = self.state.version
+        return self._wanted() != (version and version.name)
+
+    def read_ahead(self) -> None:
+        """Reads the files of the newest versions, for a brake to find them ready.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        ready: dict[Version, _Chains] = {}
+        for version in list_versions(self._folder)[-_READY:]:
+            found = self._ready.get(version)
+            ready[version] = found or self._read_chains(self._text_of(version.name), version.name)[0]
+            self._ready = {**self._ready, **ready}
+        self._ready = ready
+
     def refresh(self) -> bool:
-        """Returns whether there is a newer state than before; ``state`` is whole either way.
+        """Returns whether there is another state than before; ``state`` is whole either way.
 
         Raises:
             CheckpointError: the manifest or a file is damaged, or absent.
             ConfigError: a server has not written yet.
         """
         for _ in range(_TRIES):
-            text = self._manifest_text()
+            version = self._wanted()
+            text = self._text_of(version)
             if text == self._text:
                 return False
             try:
-                self._load(text)
-                return True
+                self._load(text, version)
             except CheckpointError:
-                if text == self._manifest_text():  # not because the folder went on
+                # Not because the folder went on, or the brake was pulled.
+                if version == self._wanted() and text == self._text_of(version):
                     raise
+            else:
+                return True
         raise CheckpointError(f"{self._folder}: its files are replaced faster than they can be read.")
 
-    def _manifest_text(self) -> bytes:
-        with open_plain(self._folder / MANIFEST) as file:
+    def _wanted(self) -> str | None:
+        """Returns the version whose rows lookups must give now; None: the newest rows."""
+        pinned = self._pinned
+        braked = read_brake(self._folder)
+        if pinned is None or braked == pinned.name:
+            return braked
+        if braked is None:
+            return pinned.name
+        number = find_version(self._folder, braked, "fleet.ps.Reader").number
+        return braked if number < pinned.number else pinned.name
+
+    def _path_of(self, version: str | None) -> Path:
+        return self._folder / MANIFEST if version is None else version_path(self._folder, version)
+
+    def _text_of(self, version: str | None) -> bytes:
+        path = self._path_of(version)
+        if version is not None and not path.exists():
+            raise CheckpointError(
+                f"{path}: version {version!r} was removed: more than keep= were marked after it. Its rows stay with "
+                "readers that have them; a new Reader takes one of the versions that are left."
+            )
+        with open_plain(path) as file:
             return file.read(_MOST_BYTES)
 
-    def _load(self, text: bytes) -> None:
-        chains: dict[int, _ServerFiles] = {}
-        positions: dict[int, Position] = {}
-        for server, state in sorted(_servers_of(self._folder / MANIFEST, text).items()):
-            chains[server] = self._read_chain(server, [state["base"], *state["deltas"]])
-            positions[server] = Position(state["history"], state["watermark"], state["step"], state["pushed_at"])
+    def _load(self, text: bytes, version: str | None) -> None:
+        chains, positions = self._read_chains(text, version)
         shares = {(name, server): share for server, chain in chains.items() for name, share in chain.shares.items()}
         dims: dict[str, int] = {}
         for (name, server), share in shares.items():
@@ -90,16 +166,26 @@ class DeltaRows:
                     f"with {dims[name]}. Remove the folder; the servers' next deltas write all rows."
                 )
         # In one assignment: lookups run in other threads without a lock.
-        self.state = LocalState(dims, shares, positions)
+        self.state = LocalState(dims, shares, positions, None if version is None else version_of(json.loads(text)))
         self._chains = chains
         self._text = text
 
+    def _read_chains(self, text: bytes, version: str | None) -> tuple[_Chains, dict[int, Position]]:
+        chains: _Chains = {}
+        positions: dict[int, Position] = {}
+        for server, state in sorted(_servers_of(self._path_of(version), text).items()):
+            chains[server] = self._read_chain(server, [state["base"], *state["deltas"]])
+            positions[server] = Position(state["history"], state["watermark"], state["step"], state["pushed_at"])
+        return chains, positions
+
     def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _ServerFiles:
         wanted = tuple((entry["file"], entry["crc32"]) for entry in entries)
-        known = self._chains.get(server, _ServerFiles((), {}))
-        # A chain that continues the known one costs its new files alone; a compacted one is read from its base on.
-        if wanted[: len(known.entries)] != known.entries:
-            known = _ServerFiles((), {})
+        known = _ServerFiles((), {})
+        # A chain that continues a known one costs its new files alone; a compacted one is read from its base on.
+        for chains in (self._chains, *self._ready.values()):
+            one = chains.get(server, known)
+            if len(one.entries) > len(known.entries) and wanted[: len(one.entries)] == one.entries:
+                known = one
         shares = dict(known.shares)
         for entry in entries[len(known.entries) :]:
             self._add(shares, entry)

@@ -31,8 +31,8 @@ from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.embedding import SparseEmbedding
 from fleet.ps.embeddings.served_weight import WatchesWeight
+from fleet.ps.publishing.versions import EXPORT
 
-EXPORT = "export.json"
 _FORMAT = 1
 
 

@@ -92,7 +92,13 @@ class Index:
         self._changing = threading.Lock()
         self._builder: OwnThread | None = None
         self._is_closed = False
-        self._follower = Follower(self._follow, f"{self._label} keeps its items", "fleet-index")
+        self._follower = Follower(
+            self._follow,
+            f"{self._label} keeps its items",
+            "fleet-index",
+            is_urgent=lambda: self._reader.has_turned(self._state.rows),
+            afterwards=reader.read_ahead,
+        )
         self._state = self._made_anew()
 
     @property
@@ -161,7 +167,8 @@ class Index:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this index.
 
         The reader needs no ``follow`` of its own. An error is logged once and the next round tries again; the older
-        items stay. Lists of ``"ivf"`` are made anew in another thread, while rounds go on.
+        items stay. A brake (:func:`fleet.ps.roll_back`) is taken up without waiting for the next round. Lists of
+        ``"ivf"`` are made anew in another thread, while rounds go on.
         """
         check_interval("index.follow", every_s)
         self._follower.stop()

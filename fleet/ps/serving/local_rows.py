@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fleet.errors import CheckpointError, ConfigError, did_you_mean
 from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.delta import STORED, decode
+from fleet.ps.publishing.versions import Version
 from fleet.ps.table.hash import Uint64s, mix
 from fleet.ps.table.layout import Float32s, Int64s
 
@@ -209,11 +210,13 @@ class LocalState:
         dims: the columns of each table.
         shares: the rows, by table and server.
         positions: how far each server's are.
+        version: the version that these rows are; None: the newest.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[tuple[str, int], TableShare] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
+    version: Version | None = None
 
     def lookup(self, table: str, keys: Int64s) -> Found:
         """Returns the rows of ``keys``, zeros for missing rows, and the mask of those found."""
@@ -234,6 +237,31 @@ class LocalState:
                 found[where] = True
             left = left[~here]
         return out, found
+
+
+class FolderRows:
+    """The rows of a folder, loaded by ``refresh``; one without a publisher has neither versions nor a brake."""
+
+    state = LocalState()
+
+    def refresh(self) -> bool:
+        """Returns whether there is another state than before."""
+        raise NotImplementedError
+
+    def versions(self) -> list[Version]:
+        """Returns the versions, oldest first."""
+        return []
+
+    def must_turn(self) -> bool:
+        """Returns whether a brake was pulled or released since the last refresh."""
+        return False
+
+    def read_ahead(self) -> None:
+        """Reads what a brake may ask for."""
+
+    def program_of(self, version: Version) -> Path | None:
+        """Returns the folder of the program that was marked with ``version``."""
+        return None
 
 
 def check_table(source: str, table: object, dims: Mapping[str, int], call: str = "lookup") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from torch.utils._pytree import tree_unflatten
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import open_plain
-from fleet.ps.serving.export import EXPORT, RowsInput
+from fleet.ps.publishing.versions import EXPORT, Version
+from fleet.ps.serving.export import RowsInput
 from fleet.ps.serving.reader import Reader
 from fleet.ps.serving.saved_rows import is_save
 
@@ -37,7 +39,10 @@ class Predictor:
     """Runs an exported model with the newest rows of ``reader``.
 
     A call may come from any thread. The rows of one lookup are of one state of the reader; the rows of several tables
-    may be of two states that follow each other. Programs run code: load them from folders that you trust.
+    may be of two states that follow each other. While the reader is at a version, by ``version=`` or a brake, the
+    program is the one that was marked with it, ``fleet.mark_version(model=...)``; no prediction mixes its rows with
+    newer ones. A version without a program is used with that of ``folder``, which is logged. Programs run code: load
+    them from folders that you trust.
 
     Args:
         folder: where :func:`fleet.ps.export` wrote.
@@ -60,7 +65,7 @@ class Predictor:
             )
         self._folder = Path(folder)
         self._refreshing = threading.Lock()
-        program = self._newest()
+        program = _newest(self._folder)
         if reader is None and not is_save(self._folder):
             raise ConfigError(
                 f"fleet.ps.Predictor({str(folder)!r}): there are no tables beside the program. Give it the rows, as in "
@@ -68,6 +73,7 @@ class Predictor:
             )
         self.reader = Reader(self._folder) if reader is None else reader
         self._program = self._checked(program)
+        self._at_version: tuple[Version | None, _Program | None] = (None, None)
 
     @property
     def lookups(self) -> tuple[RowsInput, ...]:
@@ -81,11 +87,14 @@ class Predictor:
             ConfigError: an id is outside an ``nn.Embedding``, or the program cannot take these inputs.
             PSError: the reader's Redis, or one of its servers, does not answer.
         """
-        program = self._program  # read once: another thread may put a newer one there
         with torch.inference_mode():
-            asked = _run(program, program.ids, inputs)
-            rows = [self._rows(lookup, *one) for lookup, one in zip(program.lookups, asked, strict=True)]
-            return _run(program, program.dense, inputs, tuple(rows))
+            while True:
+                version = self.reader.version
+                program = self._program_of(version)  # read once: another thread may put a newer one there
+                asked = _run(program, program.ids, inputs)
+                rows = [self._rows(lookup, *one) for lookup, one in zip(program.lookups, asked, strict=True)]
+                if self.reader.version == version:  # otherwise a brake came between two lookups
+                    return _run(program, program.dense, inputs, tuple(rows))
 
     def refresh(self) -> bool:
         """Takes up a newer program from the folder; returns whether there was one. The reader is not refreshed.
@@ -95,10 +104,32 @@ class Predictor:
             ConfigError: the reader's tables are not those of the newer one; the older one stays.
         """
         with self._refreshing:
-            if self._text() == self._program.text:
+            if _text(self._folder) == self._program.text:
                 return False
-            self._program = self._checked(self._newest())
+            self._program = self._checked(_newest(self._folder))
             return True
+
+    def _program_of(self, version: Version | None) -> _Program:
+        if version is None:
+            return self._program
+        kept, program = self._at_version
+        if kept != version:
+            with self._refreshing:
+                kept, program = self._at_version
+                if kept != version:
+                    program = self._read_version(version)
+                    self._at_version = version, program
+        return program or self._program
+
+    def _read_version(self, version: Version) -> _Program | None:
+        folder = self.reader.program_of(version)
+        if folder is not None:
+            return self._checked(_newest(folder))
+        logging.getLogger("FLEET").warning(
+            "fleet.ps.Predictor(%r): version %r was marked without a program (model=), so its rows are used with the "
+            "program of that folder. Put the program of the version there.", str(self._folder), version.name,
+        )  # fmt: skip
+        return None
 
     def _rows(self, lookup: RowsInput, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         count = lookup.num_embeddings
@@ -119,42 +150,45 @@ class Predictor:
                 )
         return program
 
-    def _newest(self) -> _Program:
-        for _ in range(_TRIES):
-            text = self._text()
-            try:
-                return self._read(text)
-            except CheckpointError:
-                if text == self._text():  # not because a newer export has removed these files
-                    raise
-        raise CheckpointError(f"{self._folder}: programs are replaced faster than they can be read.")
 
-    def _text(self) -> bytes:
-        path = self._folder / EXPORT
-        if not path.exists():
-            raise CheckpointError(
-                f"{self._folder}: no exported program here ({EXPORT} is absent). Write one with fleet.ps.export(), "
-                "fleet.save_inference_model(example_inputs=...) or python -m fleet.ps export."
-            )
-        with open_plain(path) as file:
-            return file.read(_MOST_BYTES)
-
-    def _read(self, text: bytes) -> _Program:
-        path = self._folder / EXPORT
+def _newest(folder: Path) -> _Program:
+    for _ in range(_TRIES):
+        text = _text(folder)
         try:
-            outer = json.loads(text)
-            body = outer["export"]
-            if outer["format"] != 1 or zlib.crc32(body.encode()) != outer["crc32"]:
-                raise ValueError("a wrong checksum, or another format")
-            inner: Mapping[str, Any] = json.loads(body)
-            # Fields that a later release has added to the same format are left out.
-            names = {field.name for field in fields(RowsInput)}
-            lookups = tuple(RowsInput(**{k: v for k, v in one.items() if k in names}) for one in inner["lookups"])
-            files = [self._folder / Path(inner[part]).name for part in ("dense", "ids")]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not what fleet.ps.export wrote ({error!s:.200}). Export again.") from None
-        (dense, _), (ids, takes) = (_loaded(file) for file in files)
-        return _Program(text, lookups, dense, ids, takes)
+            return _read(folder, text)
+        except CheckpointError:
+            if text == _text(folder):  # not because a newer export has removed these files
+                raise
+    raise CheckpointError(f"{folder}: programs are replaced faster than they can be read.")
+
+
+def _text(folder: Path) -> bytes:
+    path = folder / EXPORT
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder}: no exported program here ({EXPORT} is absent). Write one with fleet.ps.export(), "
+            "fleet.save_inference_model(example_inputs=...) or python -m fleet.ps export."
+        )
+    with open_plain(path) as file:
+        return file.read(_MOST_BYTES)
+
+
+def _read(folder: Path, text: bytes) -> _Program:
+    path = folder / EXPORT
+    try:
+        outer = json.loads(text)
+        body = outer["export"]
+        if outer["format"] != 1 or zlib.crc32(body.encode()) != outer["crc32"]:
+            raise ValueError("a wrong checksum, or another format")
+        inner: Mapping[str, Any] = json.loads(body)
+        # Fields that a later release has added to the same format are left out.
+        names = {field.name for field in fields(RowsInput)}
+        lookups = tuple(RowsInput(**{k: v for k, v in one.items() if k in names}) for one in inner["lookups"])
+        files = [folder / Path(inner[part]).name for part in ("dense", "ids")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not what fleet.ps.export wrote ({error!s:.200}). Export again.") from None
+    (dense, _), (ids, takes) = (_loaded(file) for file in files)
+    return _Program(text, lookups, dense, ids, takes)
 
 
 def _loaded(path: Path) -> tuple[Callable[..., Any], str]:

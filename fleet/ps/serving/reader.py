@@ -13,6 +13,7 @@ import numpy as np
 
 from fleet.errors import ConfigError
 from fleet.ps.publishing.redis_address import without_password
+from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
 from fleet.ps.serving.follower import Follower, check_interval
@@ -50,9 +51,12 @@ class Reader:
         job: Redis: the job's name, needed where several jobs publish there. Servers: refused by those of another job.
         wire: servers: the form in which rows travel, ``"float32"``, ``"bfloat16"`` or ``"int8"`` with a scale for each
             row.
+        version: a folder of ``fleet.ps.publish``: the version, by ``fleet.mark_version``, whose rows it has; nothing
+            newer. None: the newest rows. A brake (:func:`fleet.ps.roll_back`) on an older version goes before it.
 
     Raises:
-        ConfigError: the source is none of these; servers have another secret, are of several jobs or not all of one.
+        ConfigError: the source is none of these, or has no such version; servers have another secret, are of several
+            jobs or not all of one.
         CheckpointError: files in the folder are damaged.
         PSError: Redis or a server does not answer.
 
@@ -66,14 +70,27 @@ class Reader:
         ((2, 4), [True, False])
     """
 
-    def __init__(self, source: str | Path, *, job: str | None = None, wire: str = "float32") -> None:
+    def __init__(
+        self, source: str | Path, *, job: str | None = None, wire: str = "float32", version: str | None = None
+    ) -> None:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
-        self._follower = Follower(self._refresh, f"{self._label} keeps its rows", "fleet-reader")
+        self._follower = Follower(
+            self._refresh,
+            f"{self._label} keeps its rows",
+            "fleet-reader",
+            is_urgent=lambda: self._files.must_turn(),
+            afterwards=lambda: self._files.read_ahead(),
+        )
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
+        if version is not None and "://" in str(source):
+            raise ConfigError(
+                f"{self._label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
+                "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
+            )
         if isinstance(source, str) and source.startswith(SCHEME):
             endpoints = read_endpoints(source)
             access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
@@ -98,7 +115,7 @@ class Reader:
             )
         if job is not None:
             raise ConfigError(f"{self._label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
-        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")))
+        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")), version)
         self._files.refresh()
 
     @property
@@ -112,6 +129,22 @@ class Reader:
         """How far the rows of each server are: its history, watermark and step, and when the newest was pushed."""
         self._check_open()
         return dict(self._remote.positions if self._remote is not None else self._files.state.positions)
+
+    @property
+    def version(self) -> Version | None:
+        """The version whose rows lookups give, by ``version=`` or a brake; None while they give the newest rows."""
+        self._check_open()
+        return None if self._remote is not None else self._files.state.version
+
+    @property
+    def versions(self) -> list[Version]:
+        """The versions in the folder of a publisher, oldest first; other sources have none."""
+        self._check_open()
+        return self._files.versions() if self._remote is None else []
+
+    def program_of(self, version: Version) -> Path | None:
+        """Returns the folder of the exported program that was marked with ``version``; None without one."""
+        return None if self._remote is not None else self._files.program_of(version)
 
     def lookup(self, table: str, ids: Any, *, found: bool = False) -> Any:
         """Returns the rows of ``ids``; an id without a row gives zeros.
@@ -232,11 +265,21 @@ class Reader:
         self._check_open()
         return self._refresh()
 
+    def has_turned(self, since: LocalState) -> bool:
+        """Returns whether a brake was pulled or released after ``since``, a state that :meth:`changes` returned."""
+        return self._files.must_turn() or self._files.state.version != since.version
+
+    def read_ahead(self) -> None:
+        """Reads the files of the newest versions, so that the way back to one takes no time; :meth:`follow` does so."""
+        self._check_open()
+        if self._remote is None:
+            self._files.read_ahead()
+
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
 
         An error of reading is logged once and the next round tries again; the older rows stay. Redis and servers need
-        no following.
+        no following. A brake (:func:`fleet.ps.roll_back`) is taken up within 0.2 s, however long ``every_s`` is.
         """
         check_interval("reader.follow", every_s)
         self._follower.stop()
@@ -277,11 +320,13 @@ class Reader:
         self._follower.check()
 
 
-def _open_folder(label: str, folder: Path) -> DeltaRows | SavedRows:
+def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:
     if not folder.is_dir():
         raise ConfigError(f"{label}: there is no such folder. {_FIRST_ROWS}")
     if is_delta_folder(folder):
-        return DeltaRows(folder)
+        return DeltaRows(folder, version)
+    if version is not None and is_save(folder):
+        raise ConfigError(f"{label[:-1]}, version={version!r}): a save has no versions. Omit version=.")
     if is_save(folder):
         return SavedRows(folder)
     names = sorted(path.name for path in folder.iterdir())[:5]

@@ -10,7 +10,7 @@ from fleet.errors import CheckpointError
 from fleet.ps.files.manifest import Manifest, blocks_of, read_parts, table_folder
 from fleet.ps.files.row_file import values_offset
 from fleet.ps.files.text_format import text_parts
-from fleet.ps.serving.local_rows import LocalState, MappedRows, Position, TableShare, map_file
+from fleet.ps.serving.local_rows import FolderRows, LocalState, MappedRows, Position, TableShare, map_file
 from fleet.ps.table.layout import SparseTableConfig, plan_layout
 from fleet.ps.table.table_spec import config_of_spec
 
@@ -20,7 +20,7 @@ def is_save(folder: Path) -> bool:
     return any(True for _ in folder.glob("*/part-*"))
 
 
-class SavedRows:
+class SavedRows(FolderRows):
     """Reads a save, and again when another one has replaced it.
 
     Rows are mapped, except those of a table whose accessor pulls show and click: they are copied into memory, with

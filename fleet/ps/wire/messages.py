@@ -68,6 +68,7 @@ class Op(IntEnum):
     SNAPSHOT = 16
     FOLLOW = 17  # of a standby to its server, see fleet.ps.standby.carried
     WATCH = 18  # as GEO_PULL, and of pushes too; step 1 in the answer: all rows must be read once
+    MARK = 19  # names the rows of this moment at the sink
 
 
 class MessageFlag:

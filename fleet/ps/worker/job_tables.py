@@ -97,6 +97,18 @@ class JobTables:
         self._model.take_loaded()
         self._model.finish_load(dirname, tables, unserved[0] if unserved else None)
 
+    def mark(self, name: str, keep: int, save: str | None, model: str | None) -> None:
+        """Makes the servers name their published rows, once every worker is here with its steps applied.
+
+        All return when the folder has the version, and none has taken a step since: it holds each step whole.
+        """
+
+        def act(key: str) -> int:
+            self._connection.client.mark(name, keep, save=save, model=model, key=key)
+            return 0
+
+        self._meetings.act_together(f"mark version {name}, keep {keep}, save {save}, model {model}", act)
+
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""
         client = self._connection.client

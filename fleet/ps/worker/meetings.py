@@ -12,7 +12,12 @@ from fleet.ps.worker.served_model import ServedModel
 
 # The name of a barrier. The workers count each name apart, so a save cannot meet the start of another process.
 SAVE = "fleet.save"
-_ENDS = {"load": (NothingLoaded, "loaded"), "save": (PSError, "saved"), "shrink": (PSError, "deleted")}
+_ENDS = {
+    "load": (NothingLoaded, "loaded"),
+    "save": (PSError, "saved"),
+    "shrink": (PSError, "deleted"),
+    "mark": (PSError, "marked"),
+}
 
 
 class Meetings:

@@ -48,6 +48,7 @@ class PublishingService(Service):
         publication = Publication(sink=self.sink, every_s=3600)
         publisher = Publisher(server.state, publication, server=index, notify=self.lines.append, **self.options)
         publisher.open()
+        server._publisher = publisher  # for requests that need it; its thread does not run
         for before in self.publishers[index : index + 1]:
             before.stop()
         self.publishers[index : index + 1] = [publisher]

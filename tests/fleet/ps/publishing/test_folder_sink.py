@@ -12,8 +12,9 @@ import pytest
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.publishing.delta import Delta, RowsDelta, StaleDelta, decode
-from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.tensor_file import read_tensors
+from fleet.ps.publishing.versions import MANIFEST
 from tests.fleet.ps.publishing.rig import PublishingService
 
 Rows = dict[str, dict[int, bytes]]

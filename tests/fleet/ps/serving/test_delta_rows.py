@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps.publishing.folder_sink import FolderSink
+from fleet.ps.publishing.versions import MANIFEST
 from fleet.ps.serving import delta_rows
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
 from fleet.ps.table.partition import servers_of_keys
@@ -68,11 +69,13 @@ def test_a_file_that_is_removed_while_it_is_read_leads_to_the_newer_manifest(
     chain = Chain(FolderSink(tmp_path, "shop", "float32", fewest_rows=1))
     chain.write()
     files = DeltaRows(tmp_path)
-    read = files._manifest_text
-    texts = [read()]
+    read = files._text_of
+    texts = [read(None)]
     for _ in range(5):
         chain.write()
-    monkeypatch.setattr(files, "_manifest_text", lambda: texts.pop() if texts else read())  # one from before, once
+    monkeypatch.setattr(
+        files, "_text_of", lambda version: texts.pop() if texts else read(version)
+    )  # one from before, once
     assert files.refresh()
     chain.check(*files.state.lookup("ads", IDS))
 

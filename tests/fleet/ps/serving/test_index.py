@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError, FleetError
-from fleet.ps import Index, Initializer, Reader, SparseTable, SparseTableConfig, save_table
+from fleet.ps import Index, Initializer, Reader, SparseTable, SparseTableConfig, release, roll_back, save_table
 from fleet.ps.publishing.folder_sink import FolderSink
+from fleet.ps.publishing.versions import Mark
 from fleet.ps.serving import item_vectors
 from fleet.ps.serving.index import InvertedLists
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
@@ -170,6 +171,28 @@ def test_lists_are_made_anew_while_items_change(chain: Chain, reader: Reader, mo
             builder.join()
             items = {key: sign[0] * row for key, row in chain.rows.items()}
             assert index.search(QUERIES, 7)[0].tolist() == nearest(items, QUERIES, 7)[0]
+
+
+@pytest.mark.parametrize("reader_follows", [False, True])
+def test_a_brake_is_obeyed_long_before_the_next_round(
+    tmp_path: Path, chain: Chain, reader: Reader, reader_follows: bool
+) -> None:
+    for server in range(2):
+        chain.sink.mark(server, Mark("monday", "key", 5))
+    older = dict(chain.rows)
+    chain.write(30, 30)
+    if reader_follows:
+        reader.follow(0.01)
+    with Index(reader, "ads") as index:
+        index.refresh()
+        assert index.search(QUERIES, 7)[0].tolist() == nearest(chain.rows, QUERIES, 7)[0]
+        index.follow(3600)
+        roll_back(tmp_path / "rows", "monday")
+        _wait(lambda: index.search(QUERIES, 7)[0].tolist() == nearest(older, QUERIES, 7)[0])
+        chain.write()
+        release(tmp_path / "rows")
+        _wait(lambda: index.search(QUERIES, 7)[0].tolist() == nearest(chain.rows, QUERIES, 7)[0])
+    reader.close()
 
 
 def test_ivf_finds_most_and_says_how_many(tmp_path: Path) -> None:

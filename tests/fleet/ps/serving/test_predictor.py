@@ -10,8 +10,10 @@ from torch import nn
 
 from fleet import fleet
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps import Predictor, Reader, SparseTable, SparseTableConfig, export, save_table
+from fleet.ps import Predictor, Reader, SparseTable, SparseTableConfig, export, release, roll_back, save_table
 from fleet.ps.publishing.folder_sink import FolderSink
+from fleet.ps.publishing.versions import Mark
+from fleet.ps.serving import predictor as predictor_module
 from tests.fleet.ps.serving.deltas import DIM, Chain
 from tests.fleet.ps.serving.models import EveryForm, inputs, save_rows
 
@@ -45,8 +47,8 @@ def test_a_program_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch
     texts = [(tmp_path / "export.json").read_bytes()]
     for _ in range(2):
         export(model, (torch.tensor([1, 2]),), tmp_path)
-    read = Predictor._text
-    monkeypatch.setattr(Predictor, "_text", lambda self: texts.pop() if texts else read(self))
+    read = predictor_module._text
+    monkeypatch.setattr(predictor_module, "_text", lambda folder: texts.pop() if texts else read(folder))
     assert Predictor(tmp_path)(torch.tensor([1])).shape == (1, DIM)
 
 
@@ -63,6 +65,63 @@ def test_rows_that_change_change_the_prediction(tmp_path: Path) -> None:
     assert predictor(ids).item() == 2 * DIM
     predictor.reader.refresh()
     assert predictor(ids).item() == 6 * DIM
+
+
+def _versioned(tmp_path: Path, with_program: bool) -> tuple[Chain, torch.Tensor]:
+    """Rows of ones with a program that adds them up, marked; then rows of fives with a program that counts tenfold."""
+    sink = FolderSink(tmp_path / "rows", "shop", "float32")
+    chain = Chain(sink)
+    model = nn.Sequential(fleet.SparseEmbedding(DIM, name="ads", combiner="sum"), nn.Linear(DIM, 1, bias=False))
+    example = torch.tensor([[1, 2], [2, 1]])
+    for number, (row, weight) in enumerate([(1.0, 1.0), (5.0, 10.0)]):
+        chain.put(0, np.array([1, 2]), np.full((2, DIM), row, np.float32), NONE, whole=not number)
+        nn.init.constant_(model[1].weight, weight)
+        export(model, (example,), tmp_path / "export")
+        if not number:
+            sink.mark(0, Mark("monday", "key", 5, model=str(tmp_path / "export") if with_program else None))
+    return chain, torch.tensor([[1, 2]])
+
+
+def test_a_brake_takes_the_program_back_with_the_rows(tmp_path: Path) -> None:
+    _, ids = _versioned(tmp_path, with_program=True)
+    old, new = 2.0 * DIM, 100.0 * DIM
+    predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows"))
+    assert predictor(ids).item() == new
+    roll_back(tmp_path / "rows", "monday")
+    predictor.reader.refresh()
+    assert predictor(ids).item() == old
+    assert not predictor.refresh()  # nor does a newer export change it
+    assert predictor(ids).item() == old
+    release(tmp_path / "rows")
+    predictor.reader.refresh()
+    assert predictor(ids).item() == new
+    assert Predictor(tmp_path / "export", Reader(tmp_path / "rows", version="monday"))(ids).item() == old
+
+
+def test_no_prediction_mixes_two_states_of_a_brake(tmp_path: Path) -> None:
+    _, ids = _versioned(tmp_path, with_program=True)
+    predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows"))
+    looked_up = predictor.reader.lookup_bags
+    turns = [lambda: roll_back(tmp_path / "rows", "monday"), lambda: release(tmp_path / "rows")]
+
+    def turning(*arguments, **options):
+        rows = looked_up(*arguments, **options)
+        if turns:  # between the lookup and the program
+            turns.pop(0)()
+            predictor.reader.refresh()
+        return rows
+
+    predictor.reader.lookup_bags = turning
+    assert predictor(ids).item() == 100.0 * DIM
+    assert not turns
+
+
+def test_a_version_without_a_program_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, ids = _versioned(tmp_path, with_program=False)
+    predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows", version="monday"))
+    for _ in range(2):
+        assert predictor(ids).item() == 20.0 * DIM
+    assert caplog.text.count("version 'monday' was marked without a program (model=)") == 1
 
 
 def test_ids_outside_an_embedding(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from fleet.errors import CheckpointError, ConfigError, FleetError
-from fleet.ps import Reader, Rule, SparseEmbedding, SparseTableConfig, save_table
-from fleet.ps.publishing.folder_sink import MANIFEST, FolderSink
+from fleet.ps import Reader, Rule, SparseEmbedding, SparseTableConfig, release, roll_back, save_table
+from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.redis_sink import RedisSink
+from fleet.ps.publishing.versions import MANIFEST, Mark
 from tests.fleet.ps.reference_store import ReferenceTable
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 from tests.helpers.redis_server import RedisServer, missing
@@ -154,6 +155,50 @@ def test_follow_says_once_what_it_cannot_read_and_goes_on(
     for every_s in (0, -1, True, "1", float("nan"), float("inf")):
         with Reader(tmp_path / "rows") as reader, pytest.raises(ConfigError, match="a number of seconds above 0"):
             reader.follow(every_s)  # type: ignore[arg-type]
+
+
+def test_a_follower_obeys_a_brake_long_before_its_next_round(tmp_path: Path, chain: Chain) -> None:
+    chain.sink.mark(0, Mark("monday", "key", 5))
+    rows = dict(chain.rows)
+    chain.write()
+    with Reader(tmp_path / "rows").follow(3600) as reader:
+        chain.check(*reader.lookup("ads", IDS, found=True))
+        roll_back(tmp_path / "rows", "monday")
+        _wait(lambda: reader.version is not None)
+        chain.rows, newer = rows, chain.rows
+        chain.check(*reader.lookup("ads", IDS, found=True))
+        release(tmp_path / "rows")
+        _wait(lambda: reader.version is None)
+        chain.rows = newer
+        chain.check(*reader.lookup("ads", IDS, found=True))
+
+
+def test_a_follower_has_the_newest_versions_ready(tmp_path: Path, chain: Chain) -> None:
+    """A brake reads no file of rows, though the version's base is another than the newest rows'."""
+    for name in ("monday", "tuesday", "wednesday"):
+        chain.write(whole=True)
+        chain.sink.mark(0, Mark(name, name, 5))
+    chain.write(whole=True)
+    with Reader(tmp_path / "rows").follow(0.01) as reader:
+        _wait(lambda: {version.name for version in reader._files._ready} == {"tuesday", "wednesday"})
+        reader.follow(3600)
+        reader._files._add = None
+        roll_back(tmp_path / "rows", "tuesday")
+        _wait(lambda: reader.version is not None)
+
+
+def test_versions_where_there_are_none_are_refused(tmp_path: Path, chain: Chain) -> None:
+    for source in ("redis://host/0", "ps://host:1"):
+        with pytest.raises(ConfigError, match="Redis and servers have the newest rows alone"):
+            Reader(source, version="monday")
+    with pytest.raises(ConfigError, match=r"no version 'monday'.*It has none"):
+        Reader(tmp_path / "rows", version="monday")
+    table = ReferenceTable(SparseTableConfig("ads", DIM, Rule("sgd")))
+    table.add(np.array([1]), np.ones((1, DIM), np.float32))
+    save_table(table, tmp_path / "save")
+    with pytest.raises(ConfigError, match="a save has no versions. Omit version="):
+        Reader(tmp_path / "save", version="monday")
+    assert Reader(tmp_path / "save").versions == []
 
 
 def test_follow_outlives_a_header_that_is_nested_deeply(

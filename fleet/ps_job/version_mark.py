@@ -1,0 +1,47 @@
+"""``fleet.mark_version``: names the published rows, after a save of the tables where one is asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fleet.errors import ConfigError
+from fleet.ps.publishing.versions import EXPORT, check_keep, check_name
+
+if TYPE_CHECKING:
+    from fleet.ps_job.server_job import ServerJob
+
+
+def mark_version(job: ServerJob, name: object, keep: object, save: object, model: object) -> None:
+    """Names the rows on all servers; every worker calls it. See ``fleet.mark_version``.
+
+    Raises:
+        ConfigError: rows are not published to a folder, or an argument is wrong; nothing was saved or marked.
+        PSError: a server refuses it.
+    """
+    tables = job.running().tables
+    checked = check_name(name)
+    count = check_keep(keep)
+    paths = [_folder(kind, path) for kind, path in (("save", save), ("model", model))]
+    if job.publication is None:
+        raise ConfigError(
+            f"fleet.mark_version({name!r}) names published rows, and this job publishes none. Call "
+            'fleet.ps.publish("rows") on every role, before the servers start.'
+        )
+    job.publication.check_versions()
+    if paths[1] is not None and not os.path.isfile(os.path.join(paths[1], EXPORT)):
+        raise ConfigError(
+            f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}). Write one with "
+            "fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
+        )
+    if paths[0] is not None:
+        tables.save(paths[0], 0)
+    tables.mark(checked, count, *paths)
+
+
+def _folder(kind: str, path: object) -> str | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or os.path.isfile(path):
+        raise ConfigError(f"fleet.mark_version({kind}={path!r}) takes the path of a folder, or None.")
+    return os.path.abspath(os.fspath(path))
