@@ -16,7 +16,7 @@ from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.follow_thread import FollowThread, check_interval
 from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
@@ -76,7 +76,7 @@ class Reader:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
-        self._follower = Follower(
+        self._follower = FollowThread(
             self._refresh,
             f"{self._label} keeps its rows",
             "fleet-reader",

@@ -1,4 +1,4 @@
-"""Follower: a thread that takes up what is new in a source, again and again; a Reader and an Index have one each."""
+"""FollowThread: takes up what is new in a source, again and again; a Reader and an index have one each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_interval(call: str, every_s: Any) -> None:
         raise ConfigError(f"{call}(every_s={every_s!r}) takes a number of seconds above 0.")
 
 
-class Follower:
+class FollowThread:
     """Calls ``refresh`` at intervals; an error of it is logged once, and the next round tries again.
 
     Args:
