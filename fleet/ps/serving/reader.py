@@ -86,7 +86,8 @@ class Reader:
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
-        if version is not None and "://" in str(source):
+        is_address = isinstance(source, str) and "://" in source
+        if version is not None and is_address:
             raise ConfigError(
                 f"{self._label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
                 "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
@@ -104,11 +105,7 @@ class Reader:
         if isinstance(source, str) and source.startswith(_REMOTE):
             self._remote = RedisRows(source, job)
             return
-        if (
-            not isinstance(source, str | Path)
-            or (isinstance(source, str) and "://" in source)
-            or source in ("", "folder:")
-        ):
+        if not isinstance(source, str | Path) or is_address or source in ("", "folder:"):
             raise ConfigError(
                 f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or "
                 "ps://host:36001."
