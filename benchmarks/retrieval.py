@@ -1,10 +1,10 @@
-"""Measures fleet.ps.Index while its items change: answers, their age, and recall against the exact answer over time.
+"""Measures fleet.ps.ItemIndex while its items change: answers, their age, and recall over time.
 
     python benchmarks/retrieval.py [--items 100000 1000000] [--kinds exact ivf] [--seconds 60] [--quick]
 
 A process publishes to a folder, as the servers of a job do: every half second a delta, in which a hundredth of the
 items has moved towards another cluster, some are new, and some are deleted. This process follows with a Reader and an
-Index and asks for the 100 nearest items of one user after another. A row of the table is a part of that time: the
+ItemIndex and asks for the 100 nearest items of one user after another. A row of the table is a part of that time: the
 median and the 99th percentile of the time of a search and of the age of an answer (since the push of the newest changes
 that it holds), and recall.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fleet.ps import Delta, Index, Reader, RowsDelta
+from fleet.ps import Delta, ItemIndex, Reader, RowsDelta
 from fleet.ps.publishing.folder_sink import FolderSink
 
 DIM = 64
@@ -76,7 +76,7 @@ def publish(folder: Path, items: int, changed: float) -> None:
 def measure(folder: Path, kind: str, nprobe: int | None, seconds: float) -> list[dict[str, Any]]:
     """Returns a row for each part of the time."""
     began = time.perf_counter()
-    with Reader(folder) as reader, Index(reader, "item", kind=kind, nprobe=nprobe).follow(0.1) as index:
+    with Reader(folder) as reader, ItemIndex(reader, "item", kind=kind, nprobe=nprobe).follow(0.1) as index:
         built_s = time.perf_counter() - began
         stop = threading.Event()
         answers: list[tuple[float, float]] = []
@@ -95,7 +95,7 @@ def measure(folder: Path, kind: str, nprobe: int | None, seconds: float) -> list
     return rows
 
 
-def ask(index: Index, answers: list[tuple[float, float]], stop: threading.Event) -> None:
+def ask(index: ItemIndex, answers: list[tuple[float, float]], stop: threading.Event) -> None:
     """Notes the seconds of each search and the age of its answer, until ``stop``."""
     queries = drawn(np.random.default_rng(2), 1000)
     number = 0
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--kinds", nargs="+", choices=("exact", "ivf"), default=["exact", "ivf"])
-    parser.add_argument("--nprobe", type=int, help="of ivf (default: as Index chooses)")
+    parser.add_argument("--nprobe", type=int, help="of ivf (default: as ItemIndex chooses)")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each row of items and kind")
     parser.add_argument("--changed", type=float, default=0.01, help="part of the items in a delta")
     parser.add_argument("--quick", action="store_true", help="20,000 items, 12 seconds: shows that it runs")

@@ -168,6 +168,7 @@ DIRECTIONS = {
         "numpy",
         "numba",
         "llvmlite",
+        "faiss",
         "redis",
         "torch",
     ),

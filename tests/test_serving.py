@@ -1,4 +1,4 @@
-"""docs/serving/README.md, retrieval.md, versions.md and their Chinese twins: every block runs, in its order."""
+"""The pages of docs/serving in both languages: every block of those with programs runs, in its order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", ["serving/README", "serving/retrieval", "serving/versions"])
+@pytest.mark.parametrize("page", ["README", "retrieval", "versions"])
 def test_both_languages_have_the_same_code(page: str) -> None:
     plain = [
         [(kind, re.sub(r" *#.*", "", text)) for kind, text in blocks(name)]
-        for name in (f"{page}.md", f"{page}.zh-CN.md")
+        for name in (f"serving/{page}.md", f"serving/{page}.zh-CN.md")
     ]
     assert plain[0] == plain[1]
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fleet.errors import ConfigError, FleetError
-from fleet.ps import Index, Predictor, Reader
+from fleet.ps import ItemIndex, Predictor, Reader
 
 MOST_BYTES = 1 << 24
 Batch = dict[str, Tensor]
@@ -53,16 +53,13 @@ class Catalogue:
         table = pq.read_table(path, columns=names)
         return cls({name: torch.from_numpy(table[name].to_numpy().copy()) for name in names})
 
-    def batch(self, ids: Tensor) -> Batch:
-        """Returns the columns of these items.
+    def has(self, ids: Tensor) -> Tensor:
+        """Returns which ids are items; the others were only looked up, as padding of a history is."""
+        return torch.isin(ids, self.columns[self.id])
 
-        Raises:
-            KeyError: an item is not in the file.
-        """
-        every = self.columns[self.id]
-        places = torch.searchsorted(every, ids).clamp(max=len(every) - 1)
-        if len(unknown := ids[every[places] != ids]):
-            raise KeyError(f"{len(unknown)} items are not in the file of items, {int(unknown[0])} for example")
+    def batch(self, ids: Tensor) -> Batch:
+        """Returns the columns of these items."""
+        places = torch.searchsorted(self.columns[self.id], ids)
         return {name: values[places] for name, values in self.columns.items()}
 
 
@@ -82,12 +79,16 @@ class Retrieval:
         self.catalogue = catalogue
         self.user_tower = Predictor(export / "user", reader)
         self.item_tower = Predictor(export / "item", reader)
-        self.index = Index(reader, table, encode=self.encode, kind=kind)
+        self.index = ItemIndex(reader, table, encode=self.encode, keep=self.keep, kind=kind)
 
     def encode(self, ids: Any, rows: Any) -> Tensor:
         """Returns the vectors of items."""
         found: Tensor = self.item_tower(self.catalogue.batch(torch.from_numpy(ids)))
         return found
+
+    def keep(self, ids: Any) -> Tensor:
+        """Returns which ids are items."""
+        return self.catalogue.has(torch.from_numpy(ids))
 
     def answer(self, inputs: Batch, k: int, recall: bool = False) -> dict[str, Any]:
         """Returns what an answer over HTTP holds."""

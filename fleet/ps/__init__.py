@@ -53,7 +53,7 @@ _HOMES = {
     "save_dense": "files.table_files",
     "save_table": "files.table_files",
     "Reader": "serving.reader",
-    "Index": "serving.index",
+    "ItemIndex": "serving.item_index",
     "Predictor": "serving.predictor",
     "export": "serving.export",
     "Guard": "serving.guard",

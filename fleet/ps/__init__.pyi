@@ -28,7 +28,7 @@ from fleet.ps.server.server_process import run_server as run_server
 from fleet.ps.serving.export import export as export
 from fleet.ps.serving.guard import Guard as Guard
 from fleet.ps.serving.guard import guard as guard
-from fleet.ps.serving.index import Index as Index
+from fleet.ps.serving.item_index import ItemIndex as ItemIndex
 from fleet.ps.serving.predictor import Predictor as Predictor
 from fleet.ps.serving.reader import Reader as Reader
 from fleet.ps.table.accessor import Accessor as Accessor
@@ -69,8 +69,8 @@ __all__ = [
     "Gradient",
     "Guard",
     "HalfAsyncSender",
-    "Index",
     "Initializer",
+    "ItemIndex",
     "Predictor",
     "ProbabilityEntry",
     "Reader",

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet.errors import ConfigError
 from fleet.ps.publishing.versions import Version, publisher_folder, read_brake, roll_back
-from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.follow_thread import FollowThread, check_interval
 from fleet.ps.serving.reader import Reader
 
 Metric = Callable[[Reader], Any]
@@ -31,7 +31,7 @@ class Guard:
         self._drop = drop
         self._on_roll_back = on_roll_back
         self._checking = threading.Lock()
-        self._follower = Follower(self.check, "fleet.ps.guard decides nothing", "fleet-guard")
+        self._follower = FollowThread(self.check, "fleet.ps.guard decides nothing", "fleet-guard")
         self.scores: dict[str, float] = {}
 
     def check(self) -> Version | None:

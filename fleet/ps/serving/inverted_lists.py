@@ -51,7 +51,7 @@ class InvertedLists:
     """
 
     def __init__(self, vectors: Float32s, nlist: int, nprobe: int | None) -> None:
-        self._faiss = import_faiss('fleet.ps.Index(kind="ivf")')
+        self._faiss = import_faiss('fleet.ps.ItemIndex(kind="ivf")')
         metric = self._faiss.METRIC_INNER_PRODUCT
         self._centroids = self._faiss.IndexFlatIP(vectors.shape[1])  # the lists do not own it
         self._lists = self._faiss.IndexIVFFlat(self._centroids, vectors.shape[1], nlist, metric)

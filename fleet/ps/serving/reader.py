@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +16,7 @@ from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.follow_thread import FollowThread, check_interval
 from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _ACCESS = "fleet.ps_job.reader_access"  # not imported here: it reads the environment, which this package does not
 _FIRST_ROWS = "A publisher's folder has rows once the servers have written the first ones."
 _REMOTE = ("redis://", "rediss://", "unix://")
-_LOOK_S = 0.2  # a follower looks for a brake at least as often
 
 
 class Reader:
@@ -78,9 +76,13 @@ class Reader:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
-        self._follower = Follower(self._look, f"{self._label} keeps its rows", "fleet-reader")
-        self._every_s = 1.0
-        self._due = 0.0
+        self._follower = FollowThread(
+            self._refresh,
+            f"{self._label} keeps its rows",
+            "fleet-reader",
+            is_urgent=lambda: self._files.must_turn(),
+            afterwards=lambda: self._files.read_ahead(),
+        )
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
@@ -260,6 +262,16 @@ class Reader:
         self._check_open()
         return self._refresh()
 
+    def has_turned(self, since: LocalState) -> bool:
+        """Returns whether a brake was pulled or released after ``since``, a state that :meth:`changes` returned."""
+        return self._files.must_turn() or self._files.state.version != since.version
+
+    def read_ahead(self) -> None:
+        """Reads the files of the newest versions, so that the way back to one takes no time; :meth:`follow` does so."""
+        self._check_open()
+        if self._remote is None:
+            self._files.read_ahead()
+
     def follow(self, every_s: float = 1.0) -> Reader:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this reader.
 
@@ -270,9 +282,7 @@ class Reader:
         self._follower.stop()
         self._check_open()
         if self._remote is None:
-            self._every_s = every_s
-            self._due = time.monotonic() + every_s
-            self._follower.start(min(every_s, _LOOK_S))
+            self._follower.start(every_s)
         return self
 
     def close(self) -> None:
@@ -305,16 +315,6 @@ class Reader:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
         self._follower.check()
-
-    def _look(self) -> None:
-        """Refreshes when it is time to, and whenever a brake asks for it."""
-        is_due = time.monotonic() >= self._due
-        if is_due:
-            self._due = time.monotonic() + self._every_s
-        if is_due or self._files.must_turn():
-            self._refresh()
-        if is_due:
-            self._files.read_ahead()
 
 
 def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:

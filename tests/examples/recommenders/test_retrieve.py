@@ -71,7 +71,7 @@ def export_towers(folder: Path, scale: float) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    write(tmp_path / "rows", 1, {10**15: [1, 0], 7: [1, 1], 8: [3, 1]})
+    write(tmp_path / "rows", 1, {0: [9, 9], 10**15: [1, 0], 7: [1, 1], 8: [3, 1]})
     export_towers(tmp_path / "export", 0.0)
     pq.write_table(pa.table({"item": ITEMS, "price": PRICES, "other": PRICES}), tmp_path / "items.parquet")
     module = example()
@@ -136,8 +136,7 @@ def test_what_is_no_request_is_answered_with_the_reason(url: str) -> None:
     assert ask(url.replace("retrieve", "items"), {})[0] == 404
 
 
-def test_an_item_without_columns_is_refused() -> None:
+def test_columns_of_items() -> None:
     catalogue = example().Catalogue({"item": torch.tensor([9, 7]), "price": torch.tensor([1.0, 2.0])})
     assert catalogue.batch(torch.tensor([7, 9, 7]))["price"].tolist() == [2.0, 1.0, 2.0]
-    with pytest.raises(KeyError, match="1 items are not in the file of items, 8 for example"):
-        catalogue.batch(torch.tensor([7, 8]))
+    assert catalogue.has(torch.tensor([7, 8, 10, 9])).tolist() == [True, False, False, True]

@@ -36,5 +36,5 @@ def test_lists_find_what_is_near_and_allowed() -> None:
 
 def test_without_faiss_the_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match=r"Index needs the package faiss; run `pip install '.\[retrieval\]'.*exact"):
-        import_faiss("fleet.ps.Index")
+    with pytest.raises(ConfigError, match=r"ItemIndex needs the package faiss; run .*'.\[retrieval\]'.*exact"):
+        import_faiss("fleet.ps.ItemIndex")

@@ -1,4 +1,4 @@
-"""Index: the items of a table by their vectors, nearest first, while the table is trained."""
+"""ItemIndex: the items of a table by their vectors, nearest first, while the table is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes
-from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.follow_thread import FollowThread, check_interval
 from fleet.ps.serving.inverted_lists import InvertedLists, count_lists, import_faiss
 from fleet.ps.serving.item_vectors import Answer, Approximate, ItemVectors
 from fleet.ps.serving.local_rows import LocalState, Position
@@ -21,23 +21,25 @@ from fleet.ps.serving.reader import Reader, is_tensor
 from fleet.ps.table.layout import Float32s, Int64s
 
 Encode = Callable[[Int64s, Float32s], Any]
+Keep = Callable[[Int64s], Any]
 _METRICS = ("inner_product", "cosine")
 _KINDS = ("exact", "ivf")
 _ENCODED = 1 << 14  # rows that encode gets at once
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _Indexed:
     items: ItemVectors
     rows: LocalState
     rebuilds: int = 0
 
 
-class Index:
+class ItemIndex:
     """Finds the items whose vectors are nearest to a query, among the rows of one table of ``reader``.
 
-    It holds every id of the table, and follows additions, changes and deletions; a way back to older rows too. Searches
-    may come from any number of threads, and each sees the items of one state. Vectors are in memory, as float32.
+    It holds every id of the table that ``keep`` allows, and follows additions, changes and deletions; a way back to
+    older rows too. Searches may come from any number of threads, and each sees the items of one state. Vectors are in
+    memory, as float32.
 
     ``"exact"`` compares a query with every item. ``"ivf"`` divides the items into lists by k-means, and compares a
     query with the nearest lists, and with every item that has changed since; when an eighth of the items has, the lists
@@ -49,6 +51,8 @@ class Index:
         encode: the item tower: gets ids (int64 [n]) and their rows (float32 [n, dim]), and returns vectors [n, d], an
             array or a tensor. All rows are encoded anew when the reader is taken to another version or back; when
             anything else that vectors depend on has changed, call :meth:`rebuild`. ``None``: the rows are the vectors.
+        keep: which ids are items: gets ids (int64 [n]), returns a mask (bool [n]), an array or a tensor.
+            :meth:`rebuild` asks for all of them again. ``None``: all are.
         metric: ``"inner_product"`` or ``"cosine"``, the inner product of vectors of length 1. The cosine of a vector of
             zeros is 0.
         kind: ``"exact"`` or ``"ivf"``, which needs the package faiss (``pip install '.[retrieval]'`` in the clone).
@@ -64,7 +68,7 @@ class Index:
         >>> table = fleet.ps.SparseTable(fleet.ps.SparseTableConfig("item", 2))
         >>> table.add(np.array([7, 8, 9]), np.array([[1, 0], [0, 1], [1, 1]], np.float32))
         >>> saved = fleet.ps.save_table(table, "item_rows")
-        >>> index = fleet.ps.Index(fleet.ps.Reader("item_rows"), "item")
+        >>> index = fleet.ps.ItemIndex(fleet.ps.Reader("item_rows"), "item")
         >>> ids, scores = index.search(np.array([[2.0, 1.0]]), k=2)
         >>> len(index), ids.tolist(), scores.shape
         (3, [[9, 7]], (1, 2))
@@ -76,16 +80,18 @@ class Index:
         table: str,
         *,
         encode: Encode | None = None,
+        keep: Keep | None = None,
         metric: str = "inner_product",
         kind: str = "exact",
         nlist: int | None = None,
         nprobe: int | None = None,
     ) -> None:
-        _check_arguments(reader, encode, metric, kind, {"nlist": nlist, "nprobe": nprobe})
-        self._label = f"fleet.ps.Index({table!r})"
+        _check_arguments(reader, {"encode": encode, "keep": keep}, metric, kind, {"nlist": nlist, "nprobe": nprobe})
+        self._label = f"fleet.ps.ItemIndex({table!r})"
         self._reader = reader
         self._table = table
         self._encode = encode
+        self._keep = keep
         self._metric = metric
         self._kind = kind
         self._nlist = nlist
@@ -93,7 +99,13 @@ class Index:
         self._changing = threading.Lock()
         self._builder: OwnThread | None = None
         self._is_closed = False
-        self._follower = Follower(self._follow, f"{self._label} keeps its items", "fleet-index")
+        self._follower = FollowThread(
+            self._follow,
+            f"{self._label} keeps its items",
+            "fleet-index",
+            is_urgent=lambda: self._reader.has_turned(self._state.rows),
+            afterwards=reader.read_ahead,
+        )
         self._state = self._made_anew()
 
     @property
@@ -164,11 +176,12 @@ class Index:
         with self._changing:
             self._state = self._made_anew(self._state.rebuilds + 1)
 
-    def follow(self, every_s: float = 1.0) -> Index:
+    def follow(self, every_s: float = 1.0) -> ItemIndex:
         """Calls :meth:`refresh` every ``every_s`` seconds in a thread, until :meth:`close`; returns this index.
 
         The reader needs no ``follow`` of its own. An error is logged once and the next round tries again; the older
-        items stay. Lists of ``"ivf"`` are made anew in another thread, while rounds go on.
+        items stay. A brake (:func:`fleet.ps.roll_back`) is taken up without waiting for the next round. Lists of
+        ``"ivf"`` are made anew in another thread, while rounds go on.
         """
         check_interval("index.follow", every_s)
         self._follower.stop()
@@ -183,7 +196,7 @@ class Index:
         if self._builder is not None:
             self._builder.join()
 
-    def __enter__(self) -> Index:
+    def __enter__(self) -> ItemIndex:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,7 +204,7 @@ class Index:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _search(self, state: _State, queries: Any, k: int, *, exact: bool = False) -> Answer:
+    def _search(self, state: _Indexed, queries: Any, k: int, *, exact: bool = False) -> Answer:
         self._check_open()
         if type(k) is not int or k < 1:
             raise ConfigError(f"index.search(k={k!r}) takes an integer from 1.")
@@ -220,15 +233,16 @@ class Index:
             self._state = self._made_anew(before.rebuilds + 1) if turned else self._after(before, changes)
             return True
 
-    def _after(self, state: _State, changes: Changes) -> _State:
+    def _after(self, state: _Indexed, every: Changes) -> _Indexed:
+        changes = self._kept(every)
         vectors = self._vectors(changes, state.items.dim)
         return replace(state, items=state.items.applied(changes.ids, vectors, changes.deleted), rows=changes.state)
 
-    def _made_anew(self, rebuilds: int = 0) -> _State:
-        changes = self._reader.changes(self._table)
+    def _made_anew(self, rebuilds: int = 0) -> _Indexed:
+        changes = self._kept(self._reader.changes(self._table))
         vectors = self._vectors(changes, None)
         items = ItemVectors(vectors.shape[1]).applied(changes.ids, vectors, changes.deleted)
-        return _State(items.rebuilt(self._lists_of), changes.state, rebuilds)
+        return _Indexed(items.rebuilt(self._lists_of), changes.state, rebuilds)
 
     def _follow(self) -> None:
         self._refresh()
@@ -256,6 +270,19 @@ class Index:
     def _lists_of(self, vectors: Float32s) -> Approximate | None:
         nlist = count_lists(len(vectors), self._nlist) if self._kind == "ivf" else 0
         return InvertedLists(vectors, nlist, self._nprobe) if nlist else None
+
+    def _kept(self, changes: Changes) -> Changes:
+        """Returns the changes in which ids that are no items are deleted."""
+        if self._keep is None:
+            return changes
+        mask = _array(self._keep(changes.ids))
+        if mask.dtype != np.bool_ or mask.shape != changes.ids.shape:
+            raise ConfigError(
+                f"{self._label}: keep returned {mask.dtype} {list(mask.shape)} for {len(changes.ids)} ids; it must "
+                f"return bools [{len(changes.ids)}], one for each id."
+            )
+        gone = np.concatenate([changes.deleted, changes.ids[~mask]])
+        return replace(changes, ids=changes.ids[mask], rows=changes.rows[mask], deleted=gone)
 
     def _vectors(self, changes: Changes, dim: int | None) -> Float32s:
         """Returns the vectors of the changed rows; raises unless they are finite, with ``dim`` columns."""
@@ -299,22 +326,23 @@ class Index:
 
 
 def _check_arguments(
-    reader: object, encode: object, metric: object, kind: object, counts: dict[str, int | None]
+    reader: object, functions: dict[str, object], metric: object, kind: object, counts: dict[str, int | None]
 ) -> None:
     if not isinstance(reader, Reader):
-        raise ConfigError(f'fleet.ps.Index(reader={reader!r:.100}) takes a fleet.ps.Reader, as in Reader("rows").')
-    if encode is not None and not callable(encode):
-        raise ConfigError(f"fleet.ps.Index(encode={encode!r:.100}) takes a function of ids and rows, or None.")
+        raise ConfigError(f'fleet.ps.ItemIndex(reader={reader!r:.100}) takes a fleet.ps.Reader, as in Reader("rows").')
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"fleet.ps.ItemIndex({name}={function!r:.100}) takes a function, or None.")
     for name, value, choices in (("metric", metric, _METRICS), ("kind", kind, _KINDS)):
         if value not in choices:
-            raise ConfigError(f"fleet.ps.Index({name}={value!r}) takes one of {list(choices)}.")
+            raise ConfigError(f"fleet.ps.ItemIndex({name}={value!r}) takes one of {list(choices)}.")
     for name, count in counts.items():
         if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(f"fleet.ps.Index({name}={count!r}) takes an integer from 1, or None.")
+            raise ConfigError(f"fleet.ps.ItemIndex({name}={count!r}) takes an integer from 1, or None.")
         if count is not None and kind != "ivf":
-            raise ConfigError(f'fleet.ps.Index({name}={count!r}) is for kind="ivf"; kind is {kind!r}.')
+            raise ConfigError(f'fleet.ps.ItemIndex({name}={count!r}) is for kind="ivf"; kind is {kind!r}.')
     if kind == "ivf":
-        import_faiss('fleet.ps.Index(kind="ivf")')
+        import_faiss('fleet.ps.ItemIndex(kind="ivf")')
 
 
 def _array(values: Any) -> Any:

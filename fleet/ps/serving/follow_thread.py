@@ -1,14 +1,17 @@
-"""Follower: a thread that takes up what is new in a source, again and again; a Reader and an Index have one each."""
+"""FollowThread: takes up what is new in a source, again and again; a Reader and an index have one each."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
+
+_LOOK_S = 0.2
 
 
 def check_interval(call: str, every_s: Any) -> None:
@@ -18,17 +21,29 @@ def check_interval(call: str, every_s: Any) -> None:
         raise ConfigError(f"{call}(every_s={every_s!r}) takes a number of seconds above 0.")
 
 
-class Follower:
+class FollowThread:
     """Calls ``refresh`` at intervals; an error of it is logged once, and the next round tries again.
 
     Args:
         refresh: takes up what is new.
         keeps: what stays after an error, as in ``fleet.ps.Reader('rows') keeps its rows``.
         name: the name of the thread.
+        is_urgent: whether not to wait for the next interval; asked every 0.2 s, because of a brake.
+        afterwards: what else each interval does.
     """
 
-    def __init__(self, refresh: Callable[[], object], keeps: str, name: str) -> None:
+    def __init__(
+        self,
+        refresh: Callable[[], object],
+        keeps: str,
+        name: str,
+        *,
+        is_urgent: Callable[[], bool] = lambda: False,
+        afterwards: Callable[[], object] = lambda: None,
+    ) -> None:
         self._refresh = refresh
+        self._is_urgent = is_urgent
+        self._afterwards = afterwards
         self._keeps = keeps
         self._name = name
         self._stop: threading.Event | None = None
@@ -56,10 +71,16 @@ class Follower:
 
     def _follow(self, every_s: float, stop: threading.Event) -> None:
         reported = ""
-        while not stop.wait(every_s):
+        due = time.monotonic() + every_s
+        while not stop.wait(min(every_s, _LOOK_S)):
             try:
-                self._refresh()
-                reported = ""
+                is_due = time.monotonic() >= due
+                if is_due or self._is_urgent():
+                    due = time.monotonic() + every_s if is_due else due
+                    self._refresh()
+                    reported = ""
+                if is_due:
+                    self._afterwards()
             except Exception as error:  # whatever the source holds, the next rows may be whole
                 text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
                 if text != reported:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fleet.errors import ConfigError, PSError
-from fleet.ps.serving.follower import Follower, check_interval
+from fleet.ps.serving.follow_thread import FollowThread, check_interval
 
 
 @pytest.mark.parametrize("every_s", [0, -1, True, "1", None, float("nan"), float("inf")])
@@ -27,7 +27,7 @@ def test_an_error_is_said_once_until_a_round_succeeds(caplog: pytest.LogCaptureF
         elif outcome is not None:
             raise outcome
 
-    follower = Follower(refresh, "the shop keeps its rows", "fleet-shop")
+    follower = FollowThread(refresh, "the shop keeps its rows", "fleet-shop")
     with caplog.at_level(logging.WARNING, "FLEET"):
         follower.start(0.001)
         assert ended.wait(30)
@@ -40,7 +40,7 @@ def test_an_error_is_said_once_until_a_round_succeeds(caplog: pytest.LogCaptureF
 
 
 def test_a_second_start_ends_the_first_thread() -> None:
-    follower = Follower(lambda: None, "rows stay", "fleet-shop")
+    follower = FollowThread(lambda: None, "rows stay", "fleet-shop")
     for _ in range(3):
         follower.start(60)
         assert [thread.name for thread in threading.enumerate()].count("fleet-shop") == 1

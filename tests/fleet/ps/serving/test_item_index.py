@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from fleet.errors import ConfigError, FleetError
-from fleet.ps import Index, Initializer, Reader, SparseTable, SparseTableConfig, release, roll_back, save_table
+from fleet.ps import Initializer, ItemIndex, Reader, SparseTable, SparseTableConfig, release, roll_back, save_table
 from fleet.ps.publishing.folder_sink import FolderSink
 from fleet.ps.publishing.versions import Mark
 from fleet.ps.serving import item_vectors
-from fleet.ps.serving.index import InvertedLists
+from fleet.ps.serving.item_index import InvertedLists
 from tests.fleet.ps.serving.deltas import DIM, IDS, Chain
 from tests.fleet.ps.serving.test_item_vectors import nearest
 
@@ -57,7 +57,7 @@ def test_after_every_refresh_answers_are_those_of_the_rows(
 ) -> None:
     """With added, changed and deleted rows, bases made anew by the publisher and by the index, and a whole delta."""
     monkeypatch.setattr(item_vectors, "_FEWEST_DUE", 30)
-    index = Index(reader, "ads", metric=metric, **arguments)
+    index = ItemIndex(reader, "ads", metric=metric, **arguments)
     random = np.random.default_rng(1)
     for number in range(25):
         if number:
@@ -92,7 +92,7 @@ def test_answers_while_rows_change_are_of_one_state(chain: Chain, reader: Reader
             if len(real) != 100 or len(np.unique(real)) != 1 or len(np.unique(ids[0, :100])) != 100:
                 failures.append((ids, scores))
 
-    with Index(reader, "ads").follow(0.001) as index:
+    with ItemIndex(reader, "ads").follow(0.001) as index:
         _wait(lambda: len(index) == 100)
         threads = [threading.Thread(target=search) for _ in range(3)]
         for thread in threads:
@@ -123,7 +123,7 @@ def test_only_rows_that_changed_are_encoded(chain: Chain, reader: Reader) -> Non
         return nearest(items, queries, 5)
 
     queries = np.ascontiguousarray(QUERIES[:, :2])
-    index = Index(reader, "ads", encode=encode)
+    index = ItemIndex(reader, "ads", encode=encode)
     assert sorted(encoded) == sorted(chain.rows)
     before = dict(chain.rows)
     encoded.clear()
@@ -150,7 +150,7 @@ def test_all_items_are_encoded_anew_at_a_version(tmp_path: Path, chain: Chain, r
     def encode(ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return rows if reader.version is None else -rows
 
-    index = Index(reader, "ads", encode=encode)
+    index = ItemIndex(reader, "ads", encode=encode)
     roll_back(tmp_path / "rows", "monday")
     assert index.version is None
     assert index.refresh()
@@ -161,6 +161,33 @@ def test_all_items_are_encoded_anew_at_a_version(tmp_path: Path, chain: Chain, r
     assert index.refresh()
     assert index.version is None
     assert index.search(QUERIES, 5)[0].tolist() == nearest(chain.rows, QUERIES, 5)[0]
+
+
+@pytest.mark.parametrize("form", [np.asarray, torch.from_numpy])
+def test_ids_that_are_no_items_are_left_out(chain: Chain, reader: Reader, form: Any) -> None:
+    sold = {-1, *range(0, 400, 3)}
+
+    def keep(ids: np.ndarray) -> Any:
+        return form(~np.isin(ids, list(sold)))
+
+    def check() -> None:
+        items = {key: row for key, row in chain.rows.items() if key not in sold}
+        assert len(index) == len(items)
+        assert index.search(QUERIES, 7)[0].tolist() == nearest(items, QUERIES, 7)[0]
+
+    index = ItemIndex(reader, "ads", keep=keep)
+    check()
+    for _ in range(5):
+        chain.write(40, 40)
+        index.refresh()
+        check()
+    sold.update(range(-400, 0))
+    index.rebuild()
+    check()
+    sold.clear()
+    chain.put(0, np.array([-1]), np.full((1, DIM), 9, np.float32), IDS[:0])  # a change alone takes it back
+    index.refresh()
+    assert index.search(np.ones((1, DIM), np.float32), 1)[0].tolist() == [[-1]]
 
 
 def test_lists_are_made_anew_while_items_change(chain: Chain, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +202,8 @@ def test_lists_are_made_anew_while_items_change(chain: Chain, reader: Reader, mo
                 begun.set()
                 assert held.wait(60)
 
-    index = Index(reader, "ads", encode=lambda ids, rows: sign[0] * rows, kind="ivf", nlist=4, nprobe=4)
-    monkeypatch.setattr("fleet.ps.serving.index.InvertedLists", Slow)
+    index = ItemIndex(reader, "ads", encode=lambda ids, rows: sign[0] * rows, kind="ivf", nlist=4, nprobe=4)
+    monkeypatch.setattr("fleet.ps.serving.item_index.InvertedLists", Slow)
     with index.follow(0.001):
         for is_rebuilt in (False, True):
             held.clear()
@@ -196,6 +223,28 @@ def test_lists_are_made_anew_while_items_change(chain: Chain, reader: Reader, mo
             assert index.search(QUERIES, 7)[0].tolist() == nearest(items, QUERIES, 7)[0]
 
 
+@pytest.mark.parametrize("reader_follows", [False, True])
+def test_a_brake_is_obeyed_long_before_the_next_round(
+    tmp_path: Path, chain: Chain, reader: Reader, reader_follows: bool
+) -> None:
+    for server in range(2):
+        chain.sink.mark(server, Mark("monday", "key", 5))
+    older = dict(chain.rows)
+    chain.write(30, 30)
+    if reader_follows:
+        reader.follow(0.01)
+    with ItemIndex(reader, "ads") as index:
+        index.refresh()
+        assert index.search(QUERIES, 7)[0].tolist() == nearest(chain.rows, QUERIES, 7)[0]
+        index.follow(3600)
+        roll_back(tmp_path / "rows", "monday")
+        _wait(lambda: index.search(QUERIES, 7)[0].tolist() == nearest(older, QUERIES, 7)[0])
+        chain.write()
+        release(tmp_path / "rows")
+        _wait(lambda: index.search(QUERIES, 7)[0].tolist() == nearest(chain.rows, QUERIES, 7)[0])
+    reader.close()
+
+
 def test_ivf_finds_most_and_says_how_many(tmp_path: Path) -> None:
     table = SparseTable(SparseTableConfig("items", 8))
     random = np.random.default_rng(0)
@@ -203,16 +252,16 @@ def test_ivf_finds_most_and_says_how_many(tmp_path: Path) -> None:
     save_table(table, tmp_path)
     queries = random.normal(size=(50, 8))
     recalls = [
-        Index(Reader(tmp_path), "items", kind="ivf", nlist=50, nprobe=nprobe).recall(queries, 10)
+        ItemIndex(Reader(tmp_path), "items", kind="ivf", nlist=50, nprobe=nprobe).recall(queries, 10)
         for nprobe in (1, 10, 50)
     ]
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.6 < 0.8 < recalls[1] < recalls[2] == 1.0
-    assert Index(Reader(tmp_path), "items", kind="ivf").recall(queries, 10) == 1.0  # too few for lists
+    assert ItemIndex(Reader(tmp_path), "items", kind="ivf").recall(queries, 10) == 1.0  # too few for lists
 
 
 def test_forms_of_queries(chain: Chain, reader: Reader) -> None:
-    index = Index(reader, "ads")
+    index = ItemIndex(reader, "ads")
     ids, scores = index.search(QUERIES, 3)
     for queries in (QUERIES.tolist(), QUERIES.astype(np.float64), np.asfortranarray(QUERIES)):
         assert index.search(queries, 3)[0].tolist() == ids.tolist()
@@ -229,19 +278,19 @@ def test_zeros_and_extremes_have_a_cosine(tmp_path: Path) -> None:
     table = SparseTable(SparseTableConfig("ads", 2, initializer=ZEROS))
     table.add(np.arange(5), np.array([[0, 0], [1e30, 1e30], [1e-30, 1e-30], [1, -1], [-2, -2]], np.float32))
     save_table(table, tmp_path)
-    index = Index(Reader(tmp_path), "ads", metric="cosine")
+    index = ItemIndex(Reader(tmp_path), "ads", metric="cosine")
     ids, scores = index.search([[1e-25, 1e-25], [0, 0], [3e30, 3e30]], 5)
     assert ids.tolist() == [[1, 2, 0, 3, 4], [0, 1, 2, 3, 4], [1, 2, 0, 3, 4]]
     assert scores[0].tolist() == pytest.approx([1, 1, 0, 0, -1], abs=1e-6)
     assert not scores[1].any()
-    with pytest.raises(FleetError, match=r"Index\('ads'\): the vector of id 1 and 0 others have a NaN, or numbers"):
-        Index(Reader(tmp_path), "ads")
+    with pytest.raises(FleetError, match=r"ItemIndex\('ads'\): the vector of id 1 and 0 others have a NaN, or numbers"):
+        ItemIndex(Reader(tmp_path), "ads")
 
 
 def test_a_table_without_rows(tmp_path: Path) -> None:
     save_table(SparseTable(SparseTableConfig("ads", 2, initializer=ZEROS)), tmp_path)
     for encode in (None, lambda ids, rows: rows):
-        index = Index(Reader(tmp_path), "ads", encode=encode)
+        index = ItemIndex(Reader(tmp_path), "ads", encode=encode)
         ids, scores = index.search([[1, 2]], 2)
         assert ids.tolist() == [[-1, -1]]
         assert scores.tolist() == [[-np.inf, -np.inf]]
@@ -252,7 +301,7 @@ def test_a_table_without_rows(tmp_path: Path) -> None:
 def test_a_vector_that_is_not_finite_leaves_the_items(
     chain: Chain, reader: Reader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    index = Index(reader, "ads")
+    index = ItemIndex(reader, "ads")
     before = index.search(QUERIES, 5)[0].tolist()
     mine = next(key for key in chain.rows if key % 2 == 0)
     bad = np.full((1, DIM), np.nan, np.float32)
@@ -261,7 +310,7 @@ def test_a_vector_that_is_not_finite_leaves_the_items(
         index.refresh()
     assert index.search(QUERIES, 5)[0].tolist() == before
     with caplog.at_level(logging.WARNING, "FLEET"), index.follow(0.001):
-        _wait(lambda: "fleet.ps.Index('ads') keeps its items: " in caplog.text)
+        _wait(lambda: "fleet.ps.ItemIndex('ads') keeps its items: " in caplog.text)
         assert index.search(QUERIES, 5)[0].tolist() == before
         chain.put(0, np.array([mine]), np.ones((1, DIM), np.float32), IDS[:0])
         _wait(lambda: index.position[0].watermark == chain._watermarks[0])
@@ -273,7 +322,10 @@ def test_a_vector_that_is_not_finite_leaves_the_items(
     [
         ({"reader": "rows"}, r"reader='rows'\) takes a fleet.ps.Reader"),
         ({"table": "add"}, "no such table.*Did you mean 'ads'"),
-        ({"encode": 7}, "encode=7.* takes a function of ids and rows"),
+        ({"encode": 7}, r"encode=7\) takes a function, or None"),
+        ({"keep": [1]}, r"keep=\[1\]\) takes a function, or None"),
+        ({"keep": lambda ids: ids}, r"keep returned int64 \[\d+\] for \d+ ids; it must return bools"),
+        ({"keep": lambda ids: ids[1:] > 0}, r"keep returned bool \[\d+\] for \d+ ids; it must return bools"),
         ({"metric": "l2"}, r"metric='l2'\) takes one of \['inner_product', 'cosine'\]"),
         ({"kind": "hnsw"}, r"kind='hnsw'\) takes one of \['exact', 'ivf'\]"),
         ({"kind": "ivf", "nlist": 0}, "nlist=0.* takes an integer from 1, or None"),
@@ -286,11 +338,11 @@ def test_a_vector_that_is_not_finite_leaves_the_items(
 def test_arguments_that_are_refused(reader: Reader, arguments: dict[str, Any], text: str) -> None:
     given = {"reader": reader, "table": "ads", **arguments}
     with pytest.raises(ConfigError, match=text):
-        Index(given.pop("reader"), given.pop("table"), **given)
+        ItemIndex(given.pop("reader"), given.pop("table"), **given)
 
 
 def test_searches_that_are_refused(reader: Reader) -> None:
-    index = Index(reader, "ads")
+    index = ItemIndex(reader, "ads")
     for queries, k, text in (
         (QUERIES, 0, r"k=0\) takes an integer from 1"),
         (QUERIES, True, "k=True"),
@@ -309,14 +361,14 @@ def test_searches_that_are_refused(reader: Reader) -> None:
     index.close()
     index.close()
     for call in (lambda: index.search(QUERIES, 1), index.refresh, index.rebuild, index.follow, lambda: index.position):
-        with pytest.raises(ConfigError, match=r"Index\('ads'\) is closed"):
+        with pytest.raises(ConfigError, match=r"ItemIndex\('ads'\) is closed"):
             call()
     assert reader.lookup("ads", [1]).shape == (1, DIM)
 
 
 def test_an_encode_that_changes_its_columns_is_refused(chain: Chain, reader: Reader) -> None:
     columns = [2]
-    index = Index(reader, "ads", encode=lambda ids, rows: rows[:, : columns[0]])
+    index = ItemIndex(reader, "ads", encode=lambda ids, rows: rows[:, : columns[0]])
     columns[0] = 3
     chain.write()
     with pytest.raises(ConfigError, match=r"it must return floating-point numbers \[\d+, 2\]"):
@@ -327,6 +379,6 @@ def test_an_encode_that_changes_its_columns_is_refused(chain: Chain, reader: Rea
 
 def test_without_faiss_there_is_the_exact_kind(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    assert Index(reader, "ads").recall(QUERIES, 5) == 1.0
-    with pytest.raises(ConfigError, match=r"Index\(kind=\"ivf\"\) needs the package faiss.*'.\[retrieval\]'"):
-        Index(reader, "ads", kind="ivf")
+    assert ItemIndex(reader, "ads").recall(QUERIES, 5) == 1.0
+    with pytest.raises(ConfigError, match=r"ItemIndex\(kind=\"ivf\"\) needs the package faiss.*'.\[retrieval\]'"):
+        ItemIndex(reader, "ads", kind="ivf")
