@@ -54,8 +54,9 @@ class Guard:
             self.scores = {name: known[name] if name in known else self._score(name) for name in versions}
             if self._best_above(value) is None:
                 return None
-            # The held-out samples may be others than when the versions were scored: now all see the same.
+            # The held-out samples may be others than when these were scored: now all see the same.
             self.scores = {name: self._score(name) for name in versions}
+            value = self._score(None)
             best = self._best_above(value)
             if best is None or read_brake(self._folder) is not None:
                 return None
@@ -95,7 +96,7 @@ class Guard:
         best = max(finite, key=lambda name: (finite[name], list(finite).index(name)))  # of equal ones the newest
         return None if math.isfinite(value) and value >= finite[best] - self._drop else best
 
-    def _score(self, name: str) -> float:
+    def _score(self, name: str | None) -> float:
         with Reader(self._folder, version=name) as reader:
             return self._value(reader)
 
@@ -119,8 +120,8 @@ def guard(
     """Returns a guard that takes readers back to the best version when the newest rows fall below it.
 
     Each :meth:`Guard.check` computes the metric of the newest rows and of versions that it has not met yet. When the
-    newest rows are more than ``drop`` below the best of the kept versions, the versions are scored again, on what the
-    metric's samples are now; if it still holds, readers go back to the best one (:func:`fleet.ps.roll_back`), the log
+    newest rows are more than ``drop`` below the best of the kept versions, all are scored again, on what the metric's
+    samples are now; if it still holds, readers go back to the best one (:func:`fleet.ps.roll_back`), the log
     has both numbers, and ``on_roll_back`` is called. A metric that is not finite counts as a fall.
 
     Args:

@@ -109,6 +109,21 @@ def test_held_out_samples_that_became_harder_are_no_fall(rows: Rows) -> None:
     assert guard.check() is not None
 
 
+def test_newest_rows_are_not_judged_by_samples_that_versions_do_not_see(rows: Rows) -> None:
+    """A day's samples give way to harder ones after the newest rows were scored: these have fallen all the same."""
+    calls: list[float] = []
+
+    def harder_after_five_calls(reader: ps.Reader) -> float:
+        calls.append(metric(reader))
+        return calls[-1] - (0.1 if len(calls) > 5 else 0.0)
+
+    guard = ps.guard(harder_after_five_calls, 0.05, rows.folder)
+    assert guard.check() is None
+    assert len(calls) == 4
+    rows.write(0.74)
+    assert guard.check() is not None  # 0.64 against 0.7; 0.74 against 0.7 would be none
+
+
 def test_a_metric_that_fails_decides_nothing(rows: Rows) -> None:
     def failing(reader: ps.Reader) -> float:
         raise OSError("the held-out stream is away")
