@@ -81,7 +81,9 @@ def draw_panel(axes: Axes, found: Results, names: list[str]) -> None:
             if who in any_run:
                 label = {"best": "best possible", "popularity": "popularity alone"}[who]
                 axes.hlines(any_run[who], column - 0.4, column + 0.4, GREY, style, label=label)
-        for place, run in enumerate(run for run in MARKS if run in runs):
+        for place, run in enumerate(MARKS):
+            if run not in runs:
+                continue
             hollow = {} if MARKS[run] in "x+" else {"markerfacecolor": "none"}
             axes.plot(
                 column + 0.11 * (place - 2.5),
