@@ -51,6 +51,10 @@ class Server:
         self.client.open()
         self.client.create_tables({0: CONFIG})
 
+    def make_rows(self, ids: np.ndarray) -> None:
+        """Gives the ids rows with their initial weights."""
+        self.client.wait(self.client.push({0: Gradient(ids, np.zeros((len(ids), DIM), np.float32))}))
+
     def peak_bytes(self) -> int:
         """Returns the most memory the process has had."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -76,10 +80,8 @@ def main(rows: int) -> None:
         print(cells[-1], flush=True)
 
     def create() -> int:
-        zeros = np.zeros((AT_ONCE, DIM), np.float32)
         for first in range(0, rows, AT_ONCE):
-            ids = ids_of(first, min(rows, first + AT_ONCE))
-            server.client.wait(server.client.push({0: Gradient(ids, zeros[: len(ids)])}))
+            server.make_rows(ids_of(first, min(rows, first + AT_ONCE)))
         return rows
 
     def train() -> int:

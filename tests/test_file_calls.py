@@ -49,6 +49,7 @@ READERS = {
     "fleet/verify/record_files.py": "verify's own folder",
     **dict.fromkeys(
         (
+            "fleet/estimate/measured_server.py",
             "fleet/ps/publishing/publisher.py",
             "fleet/ps/server/measures.py",
             "fleet/trackers/step_values.py",

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,8 +112,9 @@ def _serving(configs: Sequence[SparseTableConfig]) -> Iterator[tuple[Client, int
     assert server.stdin is not None
     assert server.stdout is not None
     try:
-        server.stdin.write(secret.hex() + "\n")
-        server.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and its output says so
+            server.stdin.write(secret.hex() + "\n")
+            server.stdin.flush()
         line = server.stdout.readline()
         if " is listening on " not in line:
             raise PSError(f"the server that is measured did not start: {line.strip() or 'see the lines above'}.")
@@ -134,8 +135,9 @@ def _serving(configs: Sequence[SparseTableConfig]) -> Iterator[tuple[Client, int
 
 def main() -> None:
     """Serves with the secret in the first line of the standard input, until that ends."""
-    import torch  # noqa: F401  a script's servers have it in memory
+    import torch
 
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # a script's servers make model and optimizer, too
     secret = bytes.fromhex(sys.stdin.readline())
     OwnThread(_end_with_input, name="end of the estimate").start()
     run_server(ServerConfig(secret=secret), notify=lambda line: print(line, flush=True))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fleet.common.limited_yaml import LimitedLoader
+from fleet.common.limited_yaml import MAX_TEXT, LimitedLoader
+from fleet.common.plain_files import read_small
 from fleet.errors import ConfigError, did_you_mean
 from fleet.ps.files.row_file import row_bytes
 from fleet.ps.table.accessor import Accessor
@@ -113,7 +113,7 @@ def tables_of(texts: Sequence[str], file: str | None = None) -> list[PlannedTabl
         described.append({key.strip(): _value(f"--table {text!r}", value) for key, _, value in pairs})
     if file is not None:
         try:
-            found = _value(f"--tables {file}", Path(file).read_text(encoding="utf-8"))
+            found = _value(f"--tables {file}", read_small(file, MAX_TEXT).decode("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--tables {file!r} cannot be read: {error}") from None
         if not isinstance(found, Mapping) or not all(isinstance(value, Mapping) for value in found.values()):
@@ -124,7 +124,7 @@ def tables_of(texts: Sequence[str], file: str | None = None) -> list[PlannedTabl
 
 def _value(label: str, text: str) -> Any:
     try:
-        return yaml.load(text, LimitedLoader)
+        return LimitedLoader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{label} cannot be read: {error}.") from None
 

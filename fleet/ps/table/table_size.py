@@ -51,7 +51,7 @@ def size_of(config: SparseTableConfig, rows: int, waiting: int = 0) -> TableSize
 
     Example:
         >>> size_of(SparseTableConfig("ads", 16), 1_000_000).memory_bytes // 1_000_000
-        159
+        158
     """
     limit = limit_of(config)
     if limit is not None:
