@@ -87,7 +87,10 @@ def measured(case: Case, torchrec: str | None, paddle: str | None) -> Iterator[S
     peers = [(DDP, "_tables_ddp.py", sys.executable), (TORCHREC, "_tables_torchrec.py", torchrec)]
     for what, script, python in peers:
         if python:
-            yield system(case, what, gloo_job(case, what, script, python))
+            try:
+                yield system(case, what, gloo_job(case, what, script, python))
+            except SystemExit as error:  # a peer that crashes ends no one else's run
+                print(f"{error}\n{what}: left out")
     if paddle and (workers := paddle_job(case, paddle)):
         yield System(PADDLE, workers)
     for mode in MODES:
