@@ -157,5 +157,5 @@ def run_inside(network: Network, node: int, words: Sequence[str]) -> str:
     """Returns what a command of Python on a node prints; its errors too."""
     environment = {**os.environ, "FLEET_JOB_SECRET": SECRET, "PYTHONPATH": str(HERE.parent)}
     command = [*network.inside(node), sys.executable, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return done.stdout + done.stderr

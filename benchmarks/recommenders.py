@@ -74,6 +74,10 @@ class System:
         used = sum(one["own_s"] + one.get("servers_s", 0.0) for one in self.learned)
         return 1e6 * used / sum(size * one["steps"] for one in self.learned)
 
+    def step_us(self, size: int) -> float:
+        """Returns the processor time of all processes for a step of a worker, in the blocks."""
+        return median(job_us(both) for row in self.rows if row.size == size for both in row.served)
+
     def share(self, size: int) -> tuple[list[float], list[float]]:
         """Returns the shares of plain torch's samples and, by processor time, of its work; a pair of blocks each."""
         row = next(row for row in self.rows if row.size == size)
@@ -87,7 +91,10 @@ def measured(case: Case, torchrec: str | None, paddle: str | None) -> Iterator[S
     peers = [(DDP, "_tables_ddp.py", sys.executable), (TORCHREC, "_tables_torchrec.py", torchrec)]
     for what, script, python in peers:
         if python:
-            yield system(case, what, gloo_job(case, what, script, python))
+            try:
+                yield system(case, what, gloo_job(case, what, script, python))
+            except SystemExit as error:  # a peer that crashes ends no one else's run
+                print(f"{error}\n{what}: left out")
     if paddle and (workers := paddle_job(case, paddle)):
         yield System(PADDLE, workers)
     for mode in MODES:
@@ -114,17 +121,18 @@ def cells(one: System, all_of_them: Sequence[System], size: int, first: bool) ->
 def beside(one: System, others: Sequence[System], size: int, name: str, first: bool) -> str:
     """Returns by processor time and by samples how often ``one`` does what the named system does.
 
-    Both have blocks in turn with plain torch: the ratio of their shares. Otherwise the ratio of the passes.
+    Where both have blocks in turn with plain torch, samples are the ratio of their shares of it, which other work on
+    the machine does not change; otherwise both are those of the passes over the samples.
     """
     found = [other for other in others if other.what.startswith(name) and other is not one]
     if not found:
         return "-"
-    if one.rows and found[0].rows:
-        samples, processor = (
-            median(ours) / median(theirs) for ours, theirs in zip(one.share(size), found[0].share(size), strict=True)
-        )
+    other = found[0]
+    if one.rows and other.rows:
+        samples = median(one.share(size)[0]) / median(other.share(size)[0])
+        processor = other.step_us(size) / one.step_us(size)
     elif first:
-        samples, processor = one.rate(size) / found[0].rate(size), found[0].sample_us(size) / one.sample_us(size)
+        samples, processor = one.rate(size) / other.rate(size), other.sample_us(size) / one.sample_us(size)
     else:
         return "-"
     return f"{processor:.2f}; {samples:.2f}"
