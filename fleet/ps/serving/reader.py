@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class Reader:
         self._refreshing = threading.Lock()
         self._stop: threading.Event | None = None
         self._thread: OwnThread | None = None
+        self._watcher: OwnThread | None = None
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
@@ -231,7 +233,9 @@ class Reader:
         if self._remote is None:
             self._stop = threading.Event()
             self._thread = OwnThread(self._follow, float(every_s), self._stop, name="fleet-reader")
+            self._watcher = OwnThread(self._watch, self._stop, name="fleet-reader brake")
             self._thread.start()
+            self._watcher.start()
         return self
 
     def close(self) -> None:
@@ -261,6 +265,8 @@ class Reader:
             raise ConfigError(f"{self._label} is closed; make another one.")
         if self._thread is not None:
             self._thread.check()
+        if self._watcher is not None:
+            self._watcher.check()
 
     def _follow(self, every_s: float, stop: threading.Event) -> None:
         reported = ""
@@ -281,12 +287,19 @@ class Reader:
                     reported = text
                     logging.getLogger("FLEET").warning("%s keeps its rows: %s", self._label, text)
 
+    def _watch(self, stop: threading.Event) -> None:
+        """Obeys a brake while the other thread reads new files, which takes seconds where they are large."""
+        while not stop.wait(_LOOK_S):
+            with suppress(FleetError, OSError):  # the other thread meets it, too, and says so
+                self._files.turn()
+
     def _stop_following(self) -> None:
         if self._stop is not None and self._thread is not None:
             self._stop.set()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._stop = self._thread = None
+            for thread in (self._thread, self._watcher):
+                if thread is not None and thread is not threading.current_thread():
+                    thread.join()
+            self._stop = self._thread = self._watcher = None
 
 
 def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:
