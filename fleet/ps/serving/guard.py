@@ -73,7 +73,7 @@ class Guard:
     def follow(self, every_s: float = 60.0) -> Guard:
         """Calls :meth:`check` every ``every_s`` seconds in a thread, until :meth:`close`; returns this guard.
 
-        An error of the metric or of reading is logged once, and the next round tries again: it pulls no brake.
+        An error of the metric, of reading or of ``on_roll_back`` is logged once, and the next round tries again.
         """
         number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
         if not number or not 0 < every_s < threading.TIMEOUT_MAX:
@@ -108,7 +108,7 @@ class Guard:
                 text = str(error) if isinstance(error, FleetError | OSError) else f"{type(error).__name__}: {error}"
                 if text != reported:
                     reported = text
-                    logging.getLogger("FLEET").warning("fleet.ps.guard decides nothing: %s", text)
+                    logging.getLogger("FLEET").warning("fleet.ps.guard: this check failed: %s", text)
 
     def _best_above(self, value: float) -> str | None:
         """Returns the version with the best score, if ``value`` is more than the drop below it."""
