@@ -11,7 +11,7 @@ from typing import Any
 from fleet.common.own_thread import OwnThread
 from fleet.errors import ConfigError, FleetError
 
-_LOOK_S = 0.2
+LOOK_S = 0.2  # a brake is looked for at least as often
 
 
 def check_interval(call: str, every_s: Any) -> None:
@@ -72,7 +72,7 @@ class FollowThread:
     def _follow(self, every_s: float, stop: threading.Event) -> None:
         reported = ""
         due = time.monotonic() + every_s
-        while not stop.wait(min(every_s, _LOOK_S)):
+        while not stop.wait(min(every_s, LOOK_S)):
             try:
                 is_due = time.monotonic() >= due
                 if is_due or self._is_urgent():

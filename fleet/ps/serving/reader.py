@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes, changes_between
 from fleet.ps.serving.delta_rows import DeltaRows, is_delta_folder
-from fleet.ps.serving.follow_thread import FollowThread, check_interval
+from fleet.ps.serving.follow_thread import LOOK_S, FollowThread, check_interval
 from fleet.ps.serving.local_rows import Found, LocalState, Position, check_table
 from fleet.ps.serving.redis_rows import RedisRows
 from fleet.ps.serving.saved_rows import SavedRows, is_save
@@ -83,6 +84,7 @@ class Reader:
             is_urgent=lambda: self._files.must_turn(),
             afterwards=lambda: self._files.read_ahead(),
         )
+        self._brake = FollowThread(self._turn, f"{self._label} does not turn", "fleet-reader brake")
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
@@ -279,17 +281,18 @@ class Reader:
         no following. A brake (:func:`fleet.ps.roll_back`) is taken up within 0.2 s, however long ``every_s`` is.
         """
         check_interval("reader.follow", every_s)
-        self._follower.stop()
+        self._stop_following()
         self._check_open()
         if self._remote is None:
             self._follower.start(every_s)
+            self._brake.start(LOOK_S)
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
         # The thread first: it must not read from a source that is being released.
-        self._follower.stop()
+        self._stop_following()
         if self._remote is not None:
             self._remote.close()
 
@@ -315,6 +318,16 @@ class Reader:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
         self._follower.check()
+        self._brake.check()
+
+    def _stop_following(self) -> None:
+        self._follower.stop()
+        self._brake.stop()
+
+    def _turn(self) -> None:
+        """Obeys a brake while the other thread reads new files, which takes seconds where they are large."""
+        with suppress(FleetError, OSError):  # the other thread meets it, too, and says so
+            self._files.turn()
 
 
 def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:

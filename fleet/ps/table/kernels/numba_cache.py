@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -88,11 +90,28 @@ def keep_compiled(compiled: Any, function: Callable[..., Any]) -> Any:
 
 
 @functools.cache
+def _stamp_of(folder: Path) -> str:
+    """Returns a digest of the modules of ``folder``: compiled code holds constants and functions of its neighbours."""
+    sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+
+
+@functools.cache
 def _cache_class() -> Any:
-    from numba.core.caching import FunctionCache
+    from numba.core.caching import FunctionCache, IndexDataCacheFile
 
     class Cache(FunctionCache):
-        """Rewrites unreadable files: a machine that died leaves empty ones."""
+        """Has files of its own for each state of the sources, and rewrites unreadable ones.
+
+        numba looks at the time of the function's own module alone, and another process may read code of an older state
+        under the index of a newer one. A machine that died leaves empty files.
+        """
+
+        def __init__(self, function: Callable[..., Any]) -> None:
+            super().__init__(function)  # type: ignore[no-untyped-call]
+            stamp = _stamp_of(Path(function.__code__.co_filename).parent)
+            base = f"{self._impl.filename_base}-{stamp}"
+            self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)  # type: ignore[no-untyped-call]
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:
