@@ -48,7 +48,6 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "fleet/ps/table/kernels/finding.py": "tests/fleet/ps/test_twins.py",
     "fleet/ps/table/kernels/seal.py": "tests/fleet/ps/wire/test_sealed.py",
     "fleet/ps/table/kernels/row_kernels.py": "tests/fleet/ps/test_twins.py",
-    "fleet/ps/table/kernels/numba_cache.py": "tests/fleet/ps/test_kernels_cost.py",
     "fleet/ps/worker/job_tables.py": "tests/fleet/ps/worker/test_refused_load.py",
     "fleet/ps/server/connected_worker.py": "tests/fleet/ps/server/test_late_answers.py",
     "fleet/ps/files/row_file.py": "tests/fleet/ps/files/test_table_files.py",
