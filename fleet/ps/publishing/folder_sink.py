@@ -34,7 +34,7 @@ from fleet.common.plain_files import (
     replace_file,
 )
 from fleet.errors import CheckpointError, ConfigError
-from fleet.ps.publishing.delta import Delta, check_position, encode
+from fleet.ps.publishing.delta import Delta, StaleDelta, check_position, encode
 from fleet.ps.publishing.tensor_file import read_tensors, write_tensors
 from fleet.ps.publishing.versions import MANIFEST, Mark, add_share, locked, rows_of_versions
 
@@ -97,12 +97,17 @@ class FolderSink:
             # The files of the manifest before this one stay: a reader may be opening them.
             self._remove_old(manifest, delta.server, before | _files(manifest, delta.server))
 
-    def mark(self, server: int, mark: Mark) -> None:
-        """Names the rows that the folder has of ``server``, see :func:`fleet.ps.publishing.versions.add_share`."""
+    def mark(self, server: int, mark: Mark, position: tuple[str, int] | None = None) -> None:
+        """Names the rows that the folder has of ``server``, see :func:`fleet.ps.publishing.versions.add_share`.
+
+        Raises:
+            StaleDelta: they are not those of ``position``: the folder was removed, or is an older copy.
+        """
         with locked(self._folder, ".lock"):
             manifest = self._read()
-            if str(server) not in manifest["servers"]:
-                raise ConfigError(f"{self._folder} has no rows of server {server}, so no version of them is marked.")
+            held = _position(manifest, server)
+            if held is None or position not in (None, held):
+                raise StaleDelta(f"server {server} of job {self._job!r}: {self._folder} holds {held}, not {position}.")
             before = rows_of_versions(self._folder)
             add_share(self._folder, mark, server, manifest)
             named = rows_of_versions(self._folder).union(*(_files(manifest, int(s)) for s in manifest["servers"]))

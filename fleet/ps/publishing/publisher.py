@@ -179,10 +179,13 @@ class Publisher:
         """Gives the rows of this moment a name at the sink, once it has them; waits for a sink that is away.
 
         Raises:
-            ConfigError: the sink keeps no versions, or refuses this one.
+            ConfigError: the sink keeps no versions, or refuses this one; or no table is published.
             PSError: this server stops, or another has taken its place.
         """
         self._publication.check_versions()
+        if not published_tables(self._state, self._publication.tables):
+            raise ConfigError(f"version {mark.name!r} names published rows, and this job has no sparse table.")
+        published = self._state.job.published
         target = self._state.journal.last_lsn
         retry_s = _FIRST_RETRY_S
         while True:
@@ -190,12 +193,14 @@ class Publisher:
                 with self._publishing:
                     while not self._publish() and not self._has_reached(target):
                         pass
-                    self._sink.mark(self._server, mark)  # type: ignore[attr-defined]  # a folder: checked above
+                    position = published.history, published.confirmed
+                    self._sink.mark(self._server, mark, position)  # type: ignore[attr-defined]  # a folder, see above
                 return
             except (ConfigError, _Overtaken):
                 raise
             except Exception as error:  # whatever a sink raises: it may take the rows later
                 self._note_failure(error)
+                self._previous = None  # the sink is asked where it stands
             with self._wake:
                 if self._stopping:
                     raise PSError(f"parameter server {self._server} stops; version {mark.name!r} is not marked.")

@@ -7,12 +7,14 @@ publisher removes a file before it is read, a newer manifest exists and is read 
 mapped after they are removed.
 
 A version is a manifest that never changes, so it is read in the same way. The files of the newest versions are read
-before they are asked for: a brake then costs one assignment, whatever the number of rows.
+before they are asked for: a brake then costs one assignment, whatever the number of rows, which ``turn`` makes even
+while ``refresh`` reads. Rows that were read before a brake was pulled are never put in place after it.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,7 @@ class _ServerFiles:
 
 
 _Chains = dict[int, _ServerFiles]
+_Read = tuple[bytes, _Chains, dict[int, Position]]  # a manifest's text, its files, and how far they are
 
 
 class DeltaRows(FolderRows):
@@ -78,7 +81,8 @@ class DeltaRows(FolderRows):
         self._folder = folder
         self._pinned = None if version is None else find_version(folder, version, "fleet.ps.Reader")
         self._chains: _Chains = {}
-        self._ready: dict[Version, _Chains] = {}
+        self._ready: dict[Version, _Read] = {}
+        self._putting = threading.Lock()
         self._text = b""
         self.state = LocalState()
 
@@ -101,12 +105,18 @@ class DeltaRows(FolderRows):
         Raises:
             CheckpointError: a file is damaged.
         """
-        ready: dict[Version, _Chains] = {}
+        ready: dict[Version, _Read] = {}
         for version in list_versions(self._folder)[-_READY:]:
-            found = self._ready.get(version)
-            ready[version] = found or self._read_chains(self._text_of(version.name), version.name)[0]
+            ready[version] = self._ready.get(version) or self._read(self._text_of(version.name), version.name)
             self._ready = {**self._ready, **ready}
         self._ready = ready
+
+    def turn(self) -> None:
+        """Puts the rows that a brake asks for in place at once, if they were read ahead; any thread may call it."""
+        wanted = self._wanted()
+        for version, read in self._ready.items() if self.must_turn() else ():
+            if version.name == wanted and read[0] == self._text_of(wanted):
+                self._put(read, wanted)
 
     def refresh(self) -> bool:
         """Returns whether there is another state than before; ``state`` is whole either way.
@@ -121,13 +131,12 @@ class DeltaRows(FolderRows):
             if text == self._text:
                 return False
             try:
-                self._load(text, version)
+                if self._put(self._read(text, version), version):
+                    return True
             except CheckpointError:
                 # Not because the folder went on, or the brake was pulled.
                 if version == self._wanted() and text == self._text_of(version):
                     raise
-            else:
-                return True
         raise CheckpointError(f"{self._folder}: its files are replaced faster than they can be read.")
 
     def _wanted(self) -> str | None:
@@ -154,8 +163,9 @@ class DeltaRows(FolderRows):
         with open_plain(path) as file:
             return file.read(_MOST_BYTES)
 
-    def _load(self, text: bytes, version: str | None) -> None:
-        chains, positions = self._read_chains(text, version)
+    def _put(self, read: _Read, version: str | None) -> bool:
+        """Makes lookups give these rows; returns False if others are asked for since they were read."""
+        text, chains, positions = read
         shares = {(name, server): share for server, chain in chains.items() for name, share in chain.shares.items()}
         dims: dict[str, int] = {}
         for (name, server), share in shares.items():
@@ -165,24 +175,28 @@ class DeltaRows(FolderRows):
                     f"{self._folder}: server {server} has rows of table {name!r} with {dim} columns, another server "
                     f"with {dims[name]}. Remove the folder; the servers' next deltas write all rows."
                 )
-        # In one assignment: lookups run in other threads without a lock.
-        self.state = LocalState(dims, shares, positions, None if version is None else version_of(json.loads(text)))
-        self._chains = chains
-        self._text = text
+        state = LocalState(dims, shares, positions, None if version is None else version_of(json.loads(text)))
+        with self._putting:
+            if self._wanted() != version:
+                return False
+            self.state = state  # in one assignment: lookups run in other threads without a lock
+            self._chains = chains
+            self._text = text
+        return True
 
-    def _read_chains(self, text: bytes, version: str | None) -> tuple[_Chains, dict[int, Position]]:
+    def _read(self, text: bytes, version: str | None) -> _Read:
         chains: _Chains = {}
         positions: dict[int, Position] = {}
         for server, state in sorted(_servers_of(self._path_of(version), text).items()):
             chains[server] = self._read_chain(server, [state["base"], *state["deltas"]])
             positions[server] = Position(state["history"], state["watermark"], state["step"], state["pushed_at"])
-        return chains, positions
+        return text, chains, positions
 
     def _read_chain(self, server: int, entries: list[dict[str, Any]]) -> _ServerFiles:
         wanted = tuple((entry["file"], entry["crc32"]) for entry in entries)
         known = _ServerFiles((), {})
         # A chain that continues a known one costs its new files alone; a compacted one is read from its base on.
-        for chains in (self._chains, *self._ready.values()):
+        for chains in (self._chains, *(chains for _, chains, _ in self._ready.values())):
             one = chains.get(server, known)
             if len(one.entries) > len(known.entries) and wanted[: len(one.entries)] == one.entries:
                 known = one

@@ -31,7 +31,7 @@ class Guard:
         self._drop = drop
         self._on_roll_back = on_roll_back
         self._checking = threading.Lock()
-        self._follower = Follower(self.check, "fleet.ps.guard decides nothing", "fleet-guard")
+        self._follower = Follower(self.check, "fleet.ps.guard: this check failed", "fleet-guard")
         self.scores: dict[str, float] = {}
 
     def check(self) -> Version | None:
@@ -72,7 +72,7 @@ class Guard:
     def follow(self, every_s: float = 60.0) -> Guard:
         """Calls :meth:`check` every ``every_s`` seconds in a thread, until :meth:`close`; returns this guard.
 
-        An error of the metric or of reading is logged once, and the next round tries again: it pulls no brake.
+        An error of the metric, of reading or of ``on_roll_back`` is logged once, and the next round tries again.
         """
         check_interval("guard.follow", every_s)
         self._follower.start(every_s)

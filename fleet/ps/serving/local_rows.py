@@ -256,6 +256,9 @@ class FolderRows:
         """Returns whether a brake was pulled or released since the last refresh."""
         return False
 
+    def turn(self) -> None:
+        """Puts the rows that a brake asks for in place, if they are ready."""
+
     def read_ahead(self) -> None:
         """Reads what a brake may ask for."""
 

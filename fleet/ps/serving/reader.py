@@ -6,13 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleet.errors import ConfigError
+from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.redis_address import without_password
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes, changes_between
@@ -79,12 +80,14 @@ class Reader:
         self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
         self._follower = Follower(self._look, f"{self._label} keeps its rows", "fleet-reader")
+        self._watcher = Follower(self._turn, f"{self._label} keeps its rows", "fleet-reader-brake")
         self._every_s = 1.0
         self._due = 0.0
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
-        if version is not None and "://" in str(source):
+        is_address = isinstance(source, str) and "://" in source
+        if version is not None and is_address:
             raise ConfigError(
                 f"{self._label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
                 "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
@@ -102,11 +105,7 @@ class Reader:
         if isinstance(source, str) and source.startswith(_REMOTE):
             self._remote = RedisRows(source, job)
             return
-        if (
-            not isinstance(source, str | Path)
-            or (isinstance(source, str) and "://" in source)
-            or source in ("", "folder:")
-        ):
+        if not isinstance(source, str | Path) or is_address or source in ("", "folder:"):
             raise ConfigError(
                 f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or "
                 "ps://host:36001."
@@ -270,18 +269,21 @@ class Reader:
         no following. A brake (:func:`fleet.ps.roll_back`) is taken up within 0.2 s, however long ``every_s`` is.
         """
         check_interval("reader.follow", every_s)
+        self._watcher.stop()
         self._follower.stop()
         self._check_open()
         if self._remote is None:
             self._every_s = every_s
             self._due = time.monotonic() + every_s
             self._follower.start(min(every_s, _LOOK_S))
+            self._watcher.start(_LOOK_S)
         return self
 
     def close(self) -> None:
         """Ends :meth:`follow` and releases the source; lookups are refused afterwards. A second call does nothing."""
         self._is_closed = True
         # The thread first: it must not read from a source that is being released.
+        self._watcher.stop()
         self._follower.stop()
         if self._remote is not None:
             self._remote.close()
@@ -308,6 +310,7 @@ class Reader:
         if self._is_closed:
             raise ConfigError(f"{self._label} is closed; make another one.")
         self._follower.check()
+        self._watcher.check()
 
     def _look(self) -> None:
         """Refreshes when it is time to, and whenever a brake asks for it."""
@@ -318,6 +321,11 @@ class Reader:
             self._refresh()
         if is_due:
             self._files.read_ahead()
+
+    def _turn(self) -> None:
+        """Obeys a brake while the other thread reads new files, which takes seconds where they are large."""
+        with suppress(FleetError, OSError):  # the other thread meets it, too, and says so
+            self._files.turn()
 
 
 def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -223,6 +224,17 @@ def test_a_damaged_brake_is_said_and_released(tmp_path: Path) -> None:
     assert ps.Reader(tmp_path).version is None
 
 
+def drive(folder: Path, seed: int, names: dict[str, float], failed: list[BaseException]) -> None:
+    random = np.random.default_rng(seed)
+    try:
+        for _ in range(15):
+            ps.roll_back(folder, random.choice(list(names)))
+            if random.random() < 0.3:
+                ps.release(folder)
+    except BaseException as error:
+        failed.append(error)
+
+
 def test_concurrent_rollbacks_marks_and_deltas(tmp_path: Path) -> None:
     """Some version or the newest rows, always whole: each version has one value in all its rows."""
     sink = FolderSink(tmp_path, "shop", "float32", fewest_rows=100)
@@ -236,18 +248,7 @@ def test_concurrent_rollbacks_marks_and_deltas(tmp_path: Path) -> None:
 
     write(1)
     failed: list[BaseException] = []
-
-    def drive(seed: int) -> None:
-        random = np.random.default_rng(seed)
-        try:
-            for _ in range(15):
-                ps.roll_back(tmp_path, random.choice(list(values)))
-                if random.random() < 0.3:
-                    ps.release(tmp_path)
-        except BaseException as error:
-            failed.append(error)
-
-    drivers = [threading.Thread(target=drive, args=(seed,)) for seed in range(3)]
+    drivers = [threading.Thread(target=drive, args=(tmp_path, seed, values, failed)) for seed in range(3)]
     for thread in drivers:
         thread.start()
     reader = ps.Reader(tmp_path)
@@ -296,12 +297,12 @@ def test_a_server_that_dies_in_a_mark_marks_the_same_rows_after_its_restart(
         real = FolderSink.mark
         deaths = ["before", "after"]
 
-        def dying(sink: FolderSink, server: int, wanted: Mark) -> None:
+        def dying(sink: FolderSink, server: int, wanted: Mark, position: tuple[str, int]) -> None:
             if server == 1 and deaths:
                 if deaths.pop() == "after":
-                    real(sink, server, wanted)
+                    real(sink, server, wanted, position)
                 service.restart(1)
-            real(sink, server, wanted)
+            real(sink, server, wanted, position)
 
         monkeypatch.setattr(FolderSink, "mark", dying)
         client.mark("monday", 5)
@@ -332,6 +333,23 @@ def test_a_mark_waits_for_a_folder_that_cannot_be_written(tmp_path: Path, monkey
         client.mark("monday", 5)
         assert rows_of(rows, "monday") == service.served()
         assert any("no space left on device" in line for line in service.lines)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_rows_that_the_folder_lost_are_published_anew_before_they_are_marked(tmp_path: Path, is_older: bool) -> None:
+    rows, copy = tmp_path / "rows", tmp_path / "copy"
+    with publishing(f"folder:{rows}", tmp_path / "ps") as service:
+        client = service.client()
+        service.push(client, 1, 2)
+        service.publish()
+        shutil.copytree(rows, copy)
+        service.push(client, 2, 3)
+        service.publish()
+        shutil.rmtree(rows)
+        if is_older:
+            shutil.copytree(copy, rows)
+        client.mark("monday", 5)
+        assert rows_of(rows, "monday") == service.served()
 
 
 def test_a_sink_without_versions_refuses(tmp_path: Path) -> None:

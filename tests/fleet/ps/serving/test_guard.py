@@ -151,7 +151,7 @@ def test_follow_checks_until_close_and_survives_errors(rows: Rows, caplog: pytes
         with guard.follow(0.01):
             assert went_back.wait(30)
     assert read_brake(rows.folder) == "tuesday"
-    assert caplog.text.count("decides nothing: the held-out stream is away") == 1
+    assert caplog.text.count("this check failed: the held-out stream is away") == 1
     assert not any(thread.name == "fleet-guard" for thread in threading.enumerate())
 
 

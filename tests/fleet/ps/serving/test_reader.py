@@ -187,6 +187,39 @@ def test_a_follower_has_the_newest_versions_ready(tmp_path: Path, chain: Chain) 
         _wait(lambda: reader.version is not None)
 
 
+def test_a_brake_does_not_wait_for_files_that_are_being_read(
+    tmp_path: Path, chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are those put in place once they are read, for they are newer."""
+    chain.sink.mark(0, Mark("monday", "key", 5))
+    rows = dict(chain.rows)
+    with Reader(tmp_path / "rows").follow(0.01) as reader:
+        files = reader._files
+        _wait(lambda: files._ready)
+        begun, may_end = threading.Event(), threading.Event()
+        read, put = files._read, files._put
+        answers: list[bool] = []
+
+        def slow(text: bytes, version: str | None) -> Any:
+            found = read(text, version)
+            if version is None:
+                begun.set()
+                may_end.wait(30)
+            return found
+
+        monkeypatch.setattr(files, "_read", slow)
+        monkeypatch.setattr(files, "_put", lambda *arguments: answers.append(put(*arguments)))
+        chain.write()
+        assert begun.wait(30)
+        roll_back(tmp_path / "rows", "monday")
+        _wait(lambda: reader.version is not None)
+        chain.rows = rows
+        chain.check(*reader.lookup("ads", IDS, found=True))
+        may_end.set()
+        _wait(lambda: answers[:2] == [True, False])
+        chain.check(*reader.lookup("ads", IDS, found=True))
+
+
 def test_versions_where_there_are_none_are_refused(tmp_path: Path, chain: Chain) -> None:
     for source in ("redis://host/0", "ps://host:1"):
         with pytest.raises(ConfigError, match="Redis and servers have the newest rows alone"):
