@@ -179,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # one user is too little work for more
     stop = threading.Event()
-    with Reader(args.rows) as reader:
+    with Reader(args.rows).follow(every_s=0.5) as reader:  # looks for a brake more often than the index does
         catalogue = Catalogue.read(args.items, args.columns)
         retrieval = Retrieval(args.export, reader, catalogue, args.table, args.kind)
         threading.Thread(target=retrieval.follow, args=(5.0, stop), daemon=True).start()

@@ -112,7 +112,6 @@ class Predictor:
         with self._refreshing:
             is_newer = _text(self._folder) != self._program.text
             if is_newer:
-                self._read_ahead()  # before: a version often has the program from before
                 self._program = self._checked(_newest(self._folder))
             self._read_ahead()
             return is_newer
