@@ -81,8 +81,6 @@ class Reader:
         self._refreshing = threading.Lock()
         self._follower = Follower(self._look, f"{self._label} keeps its rows", "fleet-reader")
         self._watcher = Follower(self._turn, f"{self._label} keeps its rows", "fleet-reader-brake")
-        self._every_s = 1.0
-        self._due = 0.0
         self._is_closed = False
         if job is not None and not (isinstance(job, str) and job):
             raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
