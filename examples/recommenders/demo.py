@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
@@ -109,8 +110,11 @@ def ask(url: str, batches: list[Batch], k: int, **options: Any) -> dict[str, Any
     """Returns a replica's answer for the users of a batch."""
     inputs = {name: batches[0][name].tolist() for name in DSSM.USER_INPUTS}
     body = json.dumps({"inputs": inputs, "k": k, **options}).encode()
-    with urlopen(Request(url, body), timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)
+    try:
+        with urlopen(Request(url, body), timeout=60) as answer:
+            found: dict[str, Any] = json.load(answer)
+    except HTTPError as error:
+        raise SystemExit(f"{url} answers {error.code}: {error.read().decode()}") from None
     return found
 
 

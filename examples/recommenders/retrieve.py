@@ -112,11 +112,13 @@ class Retrieval:
         }
 
     def follow(self, every_s: float, stop: threading.Event) -> None:
-        """Takes up newer programs, and rows of other tables that the item tower takes, until ``stop``."""
+        """Takes up newer programs, and in each fifth round rows of other tables that the item tower takes."""
+        rounds = 0
         while not stop.wait(every_s):
+            rounds += 1
             try:
-                self.item_tower.refresh()
-                self.index.rebuild()
+                if self.item_tower.refresh() or rounds % 5 == 0:
+                    self.index.rebuild()
                 self.user_tower.refresh()
             except FleetError as error:
                 print(f"the older towers stay: {error}", flush=True)
@@ -180,10 +182,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # one user is too little work for more
     stop = threading.Event()
-    with Reader(args.rows) as reader:
+    with Reader(args.rows).follow(every_s=0.5) as reader:  # looks for a brake more often than the index does
         catalogue = Catalogue.read(args.items, args.columns)
         retrieval = Retrieval(args.export, reader, catalogue, args.table, args.kind)
-        threading.Thread(target=retrieval.follow, args=(5.0, stop), daemon=True).start()
+        threading.Thread(target=retrieval.follow, args=(1.0, stop), daemon=True).start()
         handler = type("Handler", (Requests,), {"retrieval": retrieval})
         with retrieval.index.follow(every_s=0.5), ThreadingHTTPServer(("127.0.0.1", args.port), handler) as server:
             print(f"http://127.0.0.1:{server.server_port}/retrieve", flush=True)

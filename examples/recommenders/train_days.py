@@ -103,6 +103,7 @@ class Daily:
             ps.release(self.args.folder / "rows")
         self.say("released")
         fleet.barrier_worker()
+        self.reader.refresh()  # now, not when its thread looks: else the next step would see the brake that is off
         return day
 
     def mark(self, day: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fleet.ps.serving.saved_rows import is_save
 
 _MOST_BYTES = 1 << 26
 _TRIES = 20
+_READY = 2  # versions whose programs are read in advance, as a Reader reads their rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Predictor:
             )
         self.reader = Reader(self._folder) if reader is None else reader
         self._program = self._checked(program)
-        self._at_version: tuple[Version | None, _Program | None] = (None, None)
+        self._of_versions: dict[Version, _Program | None] = {}
+        self._is_at_version = False
 
     @property
     def lookups(self) -> tuple[RowsInput, ...]:
@@ -100,36 +103,50 @@ class Predictor:
     def refresh(self) -> bool:
         """Takes up a newer program from the folder; returns whether there was one. The reader is not refreshed.
 
+        The programs of the newest versions are read as well, so that a brake finds them ready.
+
         Raises:
             CheckpointError: the newer one is damaged; the older one stays.
             ConfigError: the reader's tables are not those of the newer one; the older one stays.
         """
         with self._refreshing:
-            if _text(self._folder) == self._program.text:
-                return False
-            self._program = self._checked(_newest(self._folder))
-            return True
+            is_newer = _text(self._folder) != self._program.text
+            if is_newer:
+                self._program = self._checked(_newest(self._folder))
+            self._read_ahead()
+            return is_newer
+
+    def _read_ahead(self) -> None:
+        current = self.reader.version
+        with suppress(CheckpointError, ConfigError):  # said when such a version is used
+            newest = [version for version in self.reader.versions[-_READY:] if version.model]
+            kept = {version: self._of_versions[version] for version in self._of_versions if version == current}
+            for version in newest:
+                known = self._of_versions
+                kept[version] = known[version] if version in known else self._read_version(version)
+            self._of_versions = kept
 
     def _program_of(self, version: Version | None) -> _Program:
-        kept, program = self._at_version
         if version is None:
-            if kept is not None:  # released: the newest rows go with the newest program
+            if self._is_at_version:  # released: the newest rows go with the newest program
                 self.refresh()
-                self._at_version = (None, None)
+                self._is_at_version = False
             return self._program
-        if kept != version:
+        self._is_at_version = True
+        programs = self._of_versions
+        if version not in programs:
             with self._refreshing:
-                kept, program = self._at_version
-                if kept != version:
-                    program = self._read_version(version)
-                    self._at_version = version, program
-        return program or self._program
+                programs = self._of_versions
+                if version not in programs:
+                    programs = self._of_versions = {**programs, version: self._read_version(version)}
+        return programs[version] or self._program
 
     def _read_version(self, version: Version) -> _Program | None:
         folder = self.reader.program_of(version)
         if folder is not None:
             part = folder / self._folder.resolve().name
-            return self._checked(_newest(part if part.is_dir() else folder))
+            source = part if part.is_dir() else folder
+            return self._program if _text(source) == self._program.text else self._checked(_newest(source))
         logging.getLogger("FLEET").warning(
             "fleet.ps.Predictor(%r): version %r was marked without a program (model=), so its rows are used with the "
             "program of that folder. Put the program of the version there.", str(self._folder), version.name,

@@ -148,6 +148,32 @@ def test_a_version_has_the_program_of_each_tower(tmp_path: Path) -> None:
     assert found() == [20.0, -60.0]  # and not the programs that were there when it was pulled
 
 
+def test_a_brake_finds_the_programs_of_the_newest_versions_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = FolderSink(tmp_path / "rows", "shop", "float32")
+    chain = Chain(sink)
+    model = nn.Sequential(fleet.SparseEmbedding(DIM, name="ads", combiner="sum"), nn.Linear(DIM, 1, bias=False))
+    ids = torch.tensor([[1, 2], [2, 1]])
+    read: list[Path] = []
+    newest = predictor_module._newest
+    monkeypatch.setattr(predictor_module, "_newest", lambda folder: read.append(folder) or newest(folder))
+    predictor = None
+    for number, name in enumerate(("monday", "tuesday"), 1):
+        chain.put(0, np.array([1, 2]), np.full((2, DIM), number, np.float32), NONE, whole=number == 1)
+        nn.init.constant_(model[1].weight, number)
+        export(model, (ids,), tmp_path / "export")
+        sink.mark(0, Mark(name, name, 5, model=str(tmp_path / "export")))
+        if predictor is None:
+            predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows"))
+        predictor.refresh()
+    assert read == [tmp_path / "export"] * 2  # a version's program that is the folder's is not read again
+    roll_back(tmp_path / "rows", "monday")
+    predictor.reader.refresh()
+    assert predictor(ids)[0].item() == 2 * DIM
+    assert len(read) == 2
+
+
 def test_a_version_without_a_program_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, ids = _versioned(tmp_path, with_program=False)
     predictor = Predictor(tmp_path / "export", Reader(tmp_path / "rows", version="monday"))
