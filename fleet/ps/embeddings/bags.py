@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
-from fleet.ps.embeddings.jagged_ids import KeyedIds, jagged_ids
+from fleet.ps.embeddings.jagged_ids import is_keyed, jagged_ids
 from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
@@ -106,7 +106,7 @@ def bags_of(
 
 def _of_jagged(ids: Any, offsets: Tensor | None, combiner: str) -> tuple[Any, Tensor | None]:
     """Returns ids and offsets, of jagged ids the flat ones."""
-    if isinstance(ids, KeyedIds):
+    if is_keyed(ids):
         raise _Unfit(
             f"ids are a {type(ids).__name__} of the features {list(ids.keys())}, and this module has one table. Pass "
             "the ids of one feature, or use fleet.SparseEmbeddings."

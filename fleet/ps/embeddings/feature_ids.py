@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.embeddings.embedding import Ids
-from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, jagged_ids
+from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, is_keyed, jagged_ids
 
 # Ids of one feature: as SparseEmbedding takes them, with offsets where they have some.
 IdsAndOffsets: TypeAlias = tuple[Ids, Tensor | None]
@@ -50,7 +50,7 @@ def _with_offsets(ids: Any, combines: bool) -> IdsAndOffsets:
 
 
 def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, JaggedIds]:
-    if not isinstance(ids, KeyedIds):
+    if not is_keyed(ids):
         raise ConfigError(
             f"{origin} takes the ids of its features by name, as in {{'user': tensor}}, or a KeyedJaggedTensor; "
             f"received {type(ids).__name__}."

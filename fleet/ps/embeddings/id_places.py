@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fleet.ps.embeddings.bags import WHOLE_TYPES
-from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, ids_of_feature, jagged_ids
+from fleet.ps.embeddings.jagged_ids import JaggedIds, features_of, ids_of_feature, is_keyed, jagged_ids
 
 _DEPTH = 4  # of containers in a batch
 _ID_TYPES = (*WHOLE_TYPES, torch.uint64, torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -118,7 +118,7 @@ def _taken(value: Any, step: Any) -> Any:
         if isinstance(step, _Attribute):
             return getattr(value, step.name)
         if isinstance(step, _Feature):
-            return ids_of_feature(value, step.name) if isinstance(value, KeyedIds) else None
+            return ids_of_feature(value, step.name) if is_keyed(value) else None
         if isinstance(step, _Whole):
             return dict(_wholes(value)).get(step)
         return value[step]
@@ -145,7 +145,7 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
         return value.items()
     if isinstance(value, list | tuple):
         return [*enumerate(value), *_wholes(value)]
-    if isinstance(value, KeyedIds):
+    if is_keyed(value):
         return [(_Feature(name), found) for name, found in features_of(value).items()]
     if is_dataclass(value) and not isinstance(value, type):
         return [(_Attribute(field.name), getattr(value, field.name, None)) for field in fields(value)]

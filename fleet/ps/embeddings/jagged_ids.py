@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class KeyedIds(Protocol):
 
     def offset_per_key(self) -> Sequence[int]:
         """Returns where each feature begins in the values, and where the last one ends."""
+
+
+def is_keyed(value: Any) -> TypeGuard[KeyedIds]:
+    """Returns whether ``value`` has the ids of several features."""
+    # A protocol asks for attributes one by one; most values are tensors, and a step asks for each of them.
+    return not isinstance(value, Tensor) and isinstance(value, KeyedIds)
 
 
 def jagged_ids(value: Any) -> JaggedIds | None:
