@@ -25,6 +25,7 @@ from fleet.ps.serving.saved_rows import is_save
 
 _MOST_BYTES = 1 << 26
 _TRIES = 20
+_LOADING = threading.Lock()  # torch reads one program at a time in a process, and fails in a second thread
 _READY = 2  # versions whose programs are read in advance, as a Reader reads their rows
 
 
@@ -218,7 +219,8 @@ def _loaded(path: Path) -> tuple[Callable[..., Any], str]:
     with open_plain(path):  # refuses links; torch takes a path alone
         pass
     try:
-        exported = torch.export.load(path)
+        with _LOADING:
+            exported = torch.export.load(path)
         names = exported.graph_signature.user_inputs
         inputs = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
         arguments, _ = tree_unflatten(inputs, exported.call_spec.in_spec)

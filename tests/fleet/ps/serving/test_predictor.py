@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,16 @@ def test_a_program_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch
     read = predictor_module._text
     monkeypatch.setattr(predictor_module, "_text", lambda folder: texts.pop() if texts else read(folder))
     assert Predictor(tmp_path)(torch.tensor([1])).shape == (1, DIM)
+
+
+def test_several_threads_read_programs(tmp_path: Path) -> None:
+    """Two towers of one service, of which a brake asks for both versions at once."""
+    model = fleet.SparseEmbedding(DIM, name="ads")
+    save_table(SparseTable(SparseTableConfig("ads", DIM)), tmp_path)
+    export(model, (torch.tensor([1, 2]),), tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        predictors = list(threads.map(lambda _: Predictor(tmp_path), range(12)))
+    assert all(predictor(torch.tensor([1])).shape == (1, DIM) for predictor in predictors)
 
 
 def test_rows_that_change_change_the_prediction(tmp_path: Path) -> None:
