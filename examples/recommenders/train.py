@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed, held_out, inputs_of, moved
+from feeds import Feed, check_data, held_out, inputs_of, moved
 from models import MODELS
 from models.parts import Vectors
 from options import make_optimizer, read_settings, training_options
@@ -49,7 +49,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
         fleet.run_server()
         return
     folder = open_shop(args.data)
-    net = make_net(args, settings).to(DEVICE)
+    net = make_net(args, settings, folder).to(DEVICE)
     optimizer = fleet.distributed_optimizer(make_optimizer(settings["optimizer"], net), strategy)
     model = fleet.distributed_model(net)
     fleet.init_worker()
@@ -79,7 +79,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
 def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Trains in plain torch: each step takes the mean loss of the batches that the workers of a job would have."""
     folder = open_shop(args.data)
-    net = make_net(args, settings).to(DEVICE)
+    net = make_net(args, settings, folder).to(DEVICE)
     optimizer = make_optimizer(settings["optimizer"], net)
     feeds = [make_feed(args, settings, folder, net, (number, args.workers)) for number in range(args.workers)]
     report = Report(args)
@@ -107,12 +107,16 @@ def open_shop(given: str | None) -> Path:
         raise SystemExit(str(error)) from None
 
 
-def make_net(args: argparse.Namespace, settings: dict[str, Any]) -> Any:
-    """Returns the model, with the same weights in every process."""
+def make_net(args: argparse.Namespace, settings: dict[str, Any], folder: Path) -> Any:
+    """Returns the model, with the same weights in every process; ends the script where the data does not suit it."""
     torch.manual_seed(args.seed)
     tables = Tables(settings["tables"], local=args.torch)
     net = MODELS[args.model](tables, **settings["model"])
     tables.check()
+    try:
+        check_data(args.model, net, folder)
+    except ValueError as error:
+        raise SystemExit(f"--data {args.data or SHOP}: {error}") from None
     return net
 
 
