@@ -18,7 +18,18 @@ import fleet
 HERE = Path(__file__).parent
 NAMES = ("deepfm", "dcn", "din", "esmm", "mmoe", "dssm", "word2vec", "sasrec")
 MODES = ("sync", "async", "geo", "hybrid")
-_KEYS = {"model", "tables", "sampling", "batch_size", "epochs", "optimizer", "modes", "k_steps", "shrink"}
+_KEYS = {
+    "model",
+    "tables",
+    "sampling",
+    "batch_size",
+    "epochs",
+    "optimizer",
+    "modes",
+    "k_steps",
+    "max_staleness",
+    "shrink",
+}
 _RULES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
@@ -59,7 +70,7 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
     """
     path = Path(args.config) if args.config else HERE / "configs" / f"{args.model}.yaml"
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    settings = {"tables": {}, "sampling": {}, "k_steps": 100, "shrink": False, **found}
+    settings = {"tables": {}, "sampling": {}, "k_steps": 100, "max_staleness": -1, "shrink": False, **found}
     settings |= settings.pop("modes", {}).get(args.mode, {})
     if unknown := sorted(settings.keys() - _KEYS):
         raise SystemExit(f"{path}: {unknown} are no settings; there are {sorted(_KEYS)}.")

@@ -25,15 +25,15 @@ def open_data(source: str, cache: Path = CACHE) -> Path:
     All workers of a job may call it at the same time: a folder appears there whole or not at all.
 
     Args:
-        source: a folder that ``simulate.py`` wrote; ``simulated``, or with sizes ``simulated:users=2000,seed=1``;
-            ``flights``; a file or folder of MovieLens or in Criteo's format.
+        source: a folder in the layout, as ``simulate.py`` writes it; ``simulated``, or with sizes
+            ``simulated:users=2000,seed=1``; ``flights``; a file or folder of MovieLens or in Criteo's format.
         cache: where folders are written.
 
     Raises:
         ValueError: there is no such source, or it is not in its format.
     """
     path = Path(source)
-    if (path / "shop.json").is_file():
+    if (path / "impressions" / "train").is_dir():
         return path
     name, _, sizes = source.partition(":")
     if name == _SIMULATED:

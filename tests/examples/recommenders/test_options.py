@@ -32,7 +32,7 @@ def test_every_configuration_makes_its_model_and_optimizer(path: Path, mode: str
     made.check()
     groups = options.make_optimizer(found["optimizer"], net).param_groups
     assert sum(len(group["params"]) for group in groups) == len(list(net.parameters()))
-    if mode == "geo":
+    if mode == "geo" and not path.stem.endswith("_production"):  # these are for the modes that take Adagrad
         assert found["optimizer"]["name"] == "sgd"
 
 
