@@ -45,7 +45,8 @@ class Version:
         name: as ``fleet.mark_version`` was given it.
         number: from 1, in the order in which versions were marked.
         marked_at: unix time in seconds.
-        step: sync mode: the last step that the rows hold; otherwise the lowest clock of the workers.
+        step: sync mode: the last step that the rows hold; otherwise the lowest clock of the workers. 0 in geo mode,
+            whose servers count no steps.
         save: the folder from which ``fleet.load_model`` takes training back to it; None without one.
         model: whether exported programs are kept with it.
     """
@@ -156,15 +157,18 @@ def rows_of_versions(folder: Path) -> set[str]:
 def add_share(folder: Path, mark: Mark, server: int, manifest: Mapping[str, Any]) -> None:
     """Adds the manifest's state of ``server`` to the version; the one who calls it holds the folder.
 
-    A repeated request changes nothing. With the last share the version is complete, and those beyond ``keep`` go.
+    A repeated request changes nothing, nor does a later one for the same rows, as by a worker that was restarted.
+    With the last share the version is complete, and those beyond ``keep`` go.
 
     Raises:
-        ConfigError: there is a version of this name already, or ``mark.model`` holds no exported program.
+        ConfigError: there is a version of this name for other rows, or ``mark.model`` holds no exported program.
     """
     known = {fields["name"]: fields for fields in _all_fields(folder)}
     fields = known.get(mark.name)
     if fields is None or fields["key"] != mark.key:
         if fields is not None and _is_complete(fields):
+            if _names_the_same(fields, mark, server, manifest):
+                return
             raise ConfigError(
                 f"version {mark.name!r} was marked before, with step {version_of(fields).step}, and what it names "
                 "never changes. Choose another name."
@@ -322,6 +326,18 @@ def _fields_of(path: Path) -> dict[str, Any]:
 
 def _is_complete(fields: Mapping[str, Any]) -> bool:
     return len(fields["servers"]) >= int(fields["num_servers"])
+
+
+def _names_the_same(fields: Mapping[str, Any], mark: Mark, server: int, manifest: Mapping[str, Any]) -> bool:
+    """Returns whether a version is what ``mark`` asks of ``server``."""
+    if (fields["save"], fields["model"], fields["num_servers"]) != (
+        mark.save,
+        mark.model is not None,
+        manifest["num_servers"],
+    ):
+        return False
+    held, wanted = (made["servers"].get(str(server), {}) for made in (fields, manifest))
+    return all(held.get(part) == wanted.get(part) for part in ("history", "watermark", "step"))
 
 
 def _row_files(fields: Mapping[str, Any]) -> set[str]:

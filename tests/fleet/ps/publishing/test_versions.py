@@ -131,9 +131,14 @@ def test_a_version_that_some_server_never_marked_is_replaced_or_removed(tmp_path
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:
     sink = FolderSink(tmp_path, "shop", "float32")
-    Chain(sink).write()
+    chain = Chain(sink)
+    chain.write()
     sink.mark(0, mark("monday"))
     sink.mark(0, mark("monday"))  # the same request once more
+    sink.mark(0, mark("monday", key="of a worker that was restarted"))
+    with pytest.raises(ConfigError, match="was marked before"):
+        sink.mark(0, mark("monday", key="with a save", save="saves"))
+    chain.write()
     with pytest.raises(ConfigError, match="was marked before, with step 1"):
         sink.mark(0, mark("monday", key="another call"))
 
