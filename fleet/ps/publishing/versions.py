@@ -137,9 +137,15 @@ def list_versions(folder: Path) -> list[Version]:
     return [version_of(fields) for fields in _all_fields(folder) if _is_complete(fields)]
 
 
-def find_version(folder: Path, name: str, origin: str) -> Version:
+def find_version(folder: Path, wanted: str | Version, origin: str) -> Version:
     """Returns a version that all servers have; raises :class:`ConfigError`, which begins with ``origin``, without."""
     versions = {version.name: version for version in list_versions(folder)}
+    name = wanted.name if isinstance(wanted, Version) else wanted
+    if isinstance(wanted, Version) and versions.get(name, wanted) != wanted:
+        raise ConfigError(
+            f"{origin}: {folder} has another version {name!r} than {wanted!r}, as when that was removed and its name "
+            "given again. Take one of Reader(folder).versions."
+        )
     if name in versions:
         return versions[name]
     held = ", ".join(map(repr, versions)) or "none; fleet.mark_version(name) makes one"
@@ -200,7 +206,7 @@ def read_brake(folder: Path) -> str | None:
         raise CheckpointError(f"{path}: {error}. Roll back again, or release.") from None
 
 
-def roll_back(source: str | os.PathLike[str], version: str) -> Version:
+def roll_back(source: str | os.PathLike[str], version: str | Version) -> Version:
     """Takes every Reader of the folder ``source`` back to ``version``, until :func:`release`.
 
     Readers that follow have its rows within a second, others with their next ``refresh``; new ones begin with it. From
@@ -209,7 +215,7 @@ def roll_back(source: str | os.PathLike[str], version: str) -> Version:
 
     Args:
         source: the folder of ``fleet.ps.publish``; this process must be able to write there.
-        version: one of ``Reader(source).versions``.
+        version: one of ``Reader(source).versions``, or its name.
 
     Returns:
         The version; ``save`` is the folder for ``fleet.load_model``, which takes training back.
@@ -223,15 +229,15 @@ def roll_back(source: str | os.PathLike[str], version: str) -> Version:
     """
     folder = publisher_folder("roll_back", source)
     with locked(folder, ".rollback.lock"):
-        found = find_version(folder, version, f"fleet.ps.roll_back({str(source)!r}, {version!r})")
-        fields = next(fields for fields in _all_fields(folder) if fields["name"] == version)
+        found = find_version(folder, version, f"fleet.ps.roll_back({str(source)!r}, {version!r:.80})")
+        fields = next(fields for fields in _all_fields(folder) if fields["name"] == found.name)
         lacking = sorted(name for name in _row_files(fields) if not (folder / name).is_file())
         if lacking:
             raise ConfigError(
-                f"fleet.ps.roll_back({str(source)!r}, {version!r}): {lacking[0]} is absent from {folder}, so readers "
-                "cannot take up this version. Choose another one."
+                f"fleet.ps.roll_back({str(source)!r}, {found.name!r}): {lacking[0]} is absent from {folder}, so "
+                "readers cannot take up this version. Choose another one."
             )
-        replace_file(folder / BRAKE, json.dumps({"version": version, "at": time.time()}))
+        replace_file(folder / BRAKE, json.dumps({"version": found.name, "at": time.time()}))
     return found
 
 
