@@ -706,13 +706,15 @@ class Fleet:
     def mark_version(self, name: str, *, keep: int = 5, save: Path | None = None, model: Path | None = None) -> None:
         """Names the rows of this moment in the folder that ``fleet.ps.publish`` writes; every worker calls it.
 
-        Every step before the call is in the version, on all servers, and none after it. It returns when the folder has
+        Every step before the call is in the version, on all servers, and none after it; in geo mode workers exchange
+        first, as before a save, and what each has not sent then is in no version. It returns when the folder has
         the version, and waits for a folder that cannot be written; the log says so. No row is copied: the files that
         the folder has stay as long as the version does. Readers read it by its name, and
         :func:`fleet.ps.roll_back` takes all of them back to it.
 
         Args:
-            name: 1 to 64 letters, digits, ``_``, ``-`` and ``.``; given once.
+            name: 1 to 64 letters, digits, ``_``, ``-`` and ``.``; given once. The same call for the same rows, as by a
+                worker that was restarted, does nothing.
             keep: how many versions stay, this one included; older ones are removed, but not the one that readers were
                 taken back to.
             save: a folder that all servers reach, for :meth:`save_persistables` first; ``fleet.load_model(save)`` takes
@@ -723,7 +725,7 @@ class Fleet:
 
         Raises:
             ConfigError: rows are not published to a folder, or an argument is wrong; nothing was marked.
-            PSError: a server refuses it, as when the name is taken.
+            PSError: a server refuses it, as when other rows have the name.
         """
         job = self._job("mark_version", "worker")
         if job is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fleet.common.whole_numbers import count_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.metrics.counted_cells import CountedCells, auc_of, gauc_of
 from fleet.metrics.metric_values import (
@@ -50,11 +51,9 @@ class StatAuc:
     """
 
     def __init__(self, bins: int | None = 4096) -> None:
-        if bins is not None and (type(bins) is not int or bins < 1):
-            raise ConfigError(f"StatAuc(bins={bins!r}) takes an integer of at least 1, or None.")
-        self.bins = bins
-        self.stat_pos: Array = np.zeros(bins or 0, np.int64)
-        self.stat_neg: Array = np.zeros(bins or 0, np.int64)
+        self.bins = _bins_or_none(self, bins)
+        self.stat_pos: Array = np.zeros(self.bins or 0, np.int64)
+        self.stat_neg: Array = np.zeros(self.bins or 0, np.int64)
         self._cells = CountedCells(num_keys=1)
 
     def update(self, pred: Any, label: Any) -> None:
@@ -132,9 +131,7 @@ class StatGauc:
     """
 
     def __init__(self, bins: int | None = None) -> None:
-        if bins is not None and (type(bins) is not int or bins < 1):
-            raise ConfigError(f"StatGauc(bins={bins!r}) takes an integer of at least 1, or None.")
-        self.bins = bins
+        self.bins = _bins_or_none(self, bins)
         self._cells = CountedCells(num_keys=2)
 
     def reset(self) -> None:
@@ -245,10 +242,8 @@ class StatCalibration(WorkerSums):
     """
 
     def __init__(self, bins: int = 1) -> None:
-        if type(bins) is not int or bins < 1:
-            raise ConfigError(f"StatCalibration(bins={bins!r}) takes an integer of at least 1.")
-        super().__init__(3 * bins)  # samples of each part, positives of each, predictions of each
-        self.bins = bins
+        self.bins = _checked_count(self, "bins", bins)
+        super().__init__(3 * self.bins)  # samples of each part, positives of each, predictions of each
 
     def update(self, pred: Any, label: Any) -> None:
         """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it."""
@@ -294,13 +289,10 @@ class StatWindowedAuc:
     """
 
     def __init__(self, window: int, bins: int = 4096) -> None:
-        for name, number in (("window", window), ("bins", bins)):
-            if type(number) is not int or number < 1:
-                raise ConfigError(f"StatWindowedAuc({name}={number!r}) takes an integer of at least 1.")
-        if bins > 1 << 30:
+        self.window = _checked_count(self, "window", window)
+        self.bins = _checked_count(self, "bins", bins)
+        if self.bins > 1 << 30:
             raise ConfigError(f"StatWindowedAuc(bins={bins!r}): at most {1 << 30}.")
-        self.window = window
-        self.bins = bins
         self.reset()
 
     def reset(self) -> None:
@@ -347,3 +339,14 @@ class StatWindowedAuc:
             self._append(batch)
 
     set_state_dict = load_state_dict
+
+
+def _checked_count(stat: object, name: str, value: object, also: str = "") -> int:
+    count = count_of(value)
+    if count is None:
+        raise ConfigError(f"{type(stat).__name__}({name}={value!r}) takes an integer of at least 1{also}.")
+    return count
+
+
+def _bins_or_none(stat: object, bins: object) -> int | None:
+    return None if bins is None else _checked_count(stat, "bins", bins, ", or None")

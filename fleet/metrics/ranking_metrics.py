@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet.common.whole_numbers import count_of
 from fleet.errors import ConfigError
 from fleet.metrics.metric_values import host_array, ids_of, reduced, util_of
 from fleet.metrics.worker_sums import WorkerSums
@@ -22,10 +23,11 @@ class _StatTopK(WorkerSums):
     """A mean over queries of what stands at the first ``k`` ranks, in 16 bytes of memory."""
 
     def __init__(self, k: int) -> None:
-        if type(k) is not int or k < 1:
+        count = count_of(k)
+        if count is None:
             raise ConfigError(f"{type(self).__name__}(k={k!r}) takes an integer of at least 1.")
-        super().__init__(2, f"k={k}")  # queries, their values
-        self.k = k
+        super().__init__(2, f"k={count}")  # queries, their values
+        self.k = count
 
     def update(self, scores: Any, relevance: Any) -> None:
         """Counts queries whose candidates have scores.

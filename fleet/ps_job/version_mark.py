@@ -30,14 +30,15 @@ def mark_version(job: ServerJob, name: object, keep: object, save: object, model
             'fleet.ps.publish("rows") on every role, before the servers start.'
         )
     job.publication.check_versions()
-    if paths[1] is not None and not program_folders(Path(paths[1])):
-        raise ConfigError(
-            f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}), nor in a folder "
-            "of it. Write one with fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
-        )
-    if paths[0] is not None:
-        tables.save(paths[0], 0)
-    tables.mark(checked, count, *paths)
+
+    def check() -> None:  # once all workers are here: worker 0 may be writing the program until it comes
+        if paths[1] is not None and not program_folders(Path(paths[1])):
+            raise ConfigError(
+                f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}), nor in a "
+                "folder of it. Write one with fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
+            )
+
+    tables.mark(checked, count, *paths, check)
 
 
 def _folder(kind: str, path: object) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
-from fleet.ps.embeddings.jagged_ids import is_keyed, jagged_ids
+from fleet.ps.embeddings.jagged_ids import check_unweighted, is_keyed, jagged_ids, lacking_of_keyed
 from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
@@ -92,12 +92,13 @@ def bags_of(
         origin: who takes them, for messages.
 
     Raises:
-        ConfigError: ids are not integers, or shape, offsets, combiner and slots do not fit.
+        ConfigError: ids are not integers or have weights, or shape, offsets, combiner and slots do not fit.
 
     Example:
         >>> bags_of([[1, 2], [], [3]], None, "sum", 1).offsets.tolist()
         [0, 2, 2]
     """
+    check_unweighted(ids, origin)
     try:
         return _taken_apart(*_of_jagged(ids, offsets, combiner), combiner, num_slots)
     except _Unfit as reason:
@@ -216,7 +217,9 @@ def joined(each: Sequence[Bags], present: Sequence[Keys | None]) -> tuple[Bags, 
 
 def _of_lists(ids: Sequence[Any], combiner: str, num_slots: int, offsets: Tensor | None) -> Bags:
     if offsets is not None or not isinstance(ids, list | tuple):
-        raise _Unfit(f"ids are a tensor, or a list of ids per sample; received {type(ids).__name__}.")
+        raise _Unfit(
+            f"ids are a tensor, or a list of ids per sample; received {type(ids).__name__}.{lacking_of_keyed(ids)}"
+        )
     parts = [_flat(part if isinstance(part, Tensor) else _as_tensor(part)) for part in ids]
     if len(parts) % num_slots:
         raise _Unfit(f"{len(parts)} lists of ids; give one for each of {num_slots} slots of each sample.")

@@ -134,6 +134,7 @@ class SparseEmbedding(WatchesWeight):
         super().__init__()
         limits = {"max_rows": max_rows, "max_bytes": max_bytes, "evict": evict, "ttl_days": ttl_days, "rows": rows}
         self._bounds = bounds_of("SparseEmbedding", {**limits, "memory_bytes": memory_bytes})
+        _check_columns(dim, name)
         _check_form(name, combiner, num_slots, separate_slots, entry)
         for label, value, low, high in (("padding_idx", padding_idx, *_INT64), ("slot", slot, 0, 2**32 - 1)):
             if value is not None:
@@ -376,6 +377,17 @@ class SparseEmbedding(WatchesWeight):
                 "an accessor or a ShowClickEntry."
             )
         return tuple(None if a is None else bags.spread(a, self.num_slots) for a in (show, click))  # type: ignore[return-value]
+
+
+def _check_columns(dim: object, name: object) -> None:
+    """Refuses a number of rows beside the columns, as Paddle and ``nn.Embedding`` take one."""
+    size = [dim, name] if isinstance(name, int) else dim
+    if isinstance(size, list | tuple):
+        raise ConfigError(
+            f"SparseEmbedding({repr(dim) if size is dim else f'{dim!r}, {name!r}'}) takes the columns of a row alone: "
+            "its table grows with its ids. Leave the number of rows out: "
+            f"fleet.SparseEmbedding({size[-1] if size else 8!r})."
+        )
 
 
 def _check_form(name: object, combiner: str, num_slots: object, separate_slots: object, entry: object) -> None:

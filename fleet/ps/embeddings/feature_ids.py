@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.embeddings.embedding import Ids
-from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, is_keyed, jagged_ids
+from fleet.ps.embeddings.jagged_ids import (
+    JaggedIds,
+    KeyedIds,
+    check_unweighted,
+    features_of,
+    is_keyed,
+    jagged_ids,
+    lacking_of_keyed,
+)
 
 # Ids of one feature: as SparseEmbedding takes them, with offsets where they have some.
 IdsAndOffsets: TypeAlias = tuple[Ids, Tensor | None]
@@ -27,7 +35,7 @@ def by_name(ids: FeatureIds, combines: Mapping[str, bool], origin: str) -> dict[
         origin: who takes them, for messages.
 
     Raises:
-        ConfigError: ``ids`` are something else, or of a feature that is not known.
+        ConfigError: ``ids`` are something else, have weights, or are of a feature that is not known.
     """
     if not isinstance(ids, Mapping):
         ids = _of_keyed(ids, origin)
@@ -37,12 +45,13 @@ def by_name(ids: FeatureIds, combines: Mapping[str, bool], origin: str) -> dict[
             f"{origin} received ids of {sorted(map(str, unknown))}, for which it has no table; it has tables for "
             f"{list(combines)}. Pass the ids of these alone, or add a table where the collection is made."
         )
-    return {name: _with_offsets(ids[name], does) for name, does in combines.items() if name in ids}
+    return {name: _with_offsets(ids[name], does, origin) for name, does in combines.items() if name in ids}
 
 
-def _with_offsets(ids: Any, combines: bool) -> IdsAndOffsets:
+def _with_offsets(ids: Any, combines: bool, origin: str) -> IdsAndOffsets:
     if isinstance(ids, tuple) and len(ids) == 2 and isinstance(ids[0], Tensor) and isinstance(ids[1], Tensor):
         return ids
+    check_unweighted(ids, origin)
     found = ids if isinstance(ids, JaggedIds) else jagged_ids(ids)
     if found is None:
         return ids, None
@@ -53,15 +62,10 @@ def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, JaggedIds]:
     if not is_keyed(ids):
         raise ConfigError(
             f"{origin} takes the ids of its features by name, as in {{'user': tensor}}, or a KeyedJaggedTensor; "
-            f"received {type(ids).__name__}."
+            f"received {type(ids).__name__}.{lacking_of_keyed(ids)}"
         )
     names = list(ids.keys())
-    weights = getattr(ids, "weights_or_none", lambda: None)()
-    if weights is not None:
-        raise ConfigError(
-            f"{origin} received a {type(ids).__name__} with weights, and a combiner here counts every id once. Look up "
-            "the rows without a combiner and multiply them, or leave the weights out."
-        )
+    check_unweighted(ids, origin)
     if len(set(names)) < len(names):
         raise ConfigError(f"{origin} received the features {names}; each name may occur once.")
     return features_of(ids)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from fleet.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,24 @@ def is_keyed(value: Any) -> TypeGuard[KeyedIds]:
     return not isinstance(value, Tensor) and isinstance(value, KeyedIds)
 
 
+def lacking_of_keyed(value: Any) -> str:
+    """Returns, for a message, what an object with the names of features lacks beside them; empty of anything else."""
+    if isinstance(value, Mapping) or not callable(getattr(value, "keys", None)):
+        return ""
+    names = [name for name in ("values", "lengths", "offset_per_key") if not callable(getattr(value, name, None))]
+    return f" It has keys(), and no {'(), no '.join(names)}()." if names else ""
+
+
+def check_unweighted(value: Any, origin: str) -> None:
+    """Raises ConfigError, which begins with ``origin``, for jagged ids that have a weight for each id."""
+    if isinstance(value, Tensor) or getattr(value, "weights_or_none", lambda: None)() is None:
+        return
+    raise ConfigError(
+        f"{origin} received a {type(value).__name__} with weights, and a combiner here counts every id once. Look up "
+        "the rows without a combiner and multiply them, or leave the weights out."
+    )
+
+
 def jagged_ids(value: Any) -> JaggedIds | None:
     """Returns the ids of a nested tensor of torch or a ``JaggedTensor`` of TorchRec; ``None`` of anything else.
 
@@ -66,6 +86,8 @@ def jagged_ids(value: Any) -> JaggedIds | None:
         values = torch.cat(parts) if parts else torch.empty(0, dtype=value.dtype)
         return JaggedIds(values, partial(_starts_of, torch.tensor([len(part) for part in parts], dtype=torch.int64)))
     if not (callable(getattr(value, "offsets", None)) and callable(getattr(value, "values", None))):
+        return None
+    if callable(getattr(value, "keys", None)):  # these are the ids of several features
         return None
     return JaggedIds(value.values(), lambda: value.offsets()[:-1])
 

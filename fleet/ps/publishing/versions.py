@@ -45,7 +45,8 @@ class Version:
         name: as ``fleet.mark_version`` was given it.
         number: from 1, in the order in which versions were marked.
         marked_at: unix time in seconds.
-        step: sync mode: the last step that the rows hold; otherwise the lowest clock of the workers.
+        step: sync mode: the last step that the rows hold; otherwise the lowest clock of the workers. 0 in geo mode,
+            whose servers count no steps.
         save: the folder from which ``fleet.load_model`` takes training back to it; None without one.
         model: whether exported programs are kept with it.
     """
@@ -136,9 +137,15 @@ def list_versions(folder: Path) -> list[Version]:
     return [version_of(fields) for fields in _all_fields(folder) if _is_complete(fields)]
 
 
-def find_version(folder: Path, name: str, origin: str) -> Version:
+def find_version(folder: Path, wanted: str | Version, origin: str) -> Version:
     """Returns a version that all servers have; raises :class:`ConfigError`, which begins with ``origin``, without."""
     versions = {version.name: version for version in list_versions(folder)}
+    name = wanted.name if isinstance(wanted, Version) else wanted
+    if isinstance(wanted, Version) and versions.get(name, wanted) != wanted:
+        raise ConfigError(
+            f"{origin}: {folder} has another version {name!r} than {wanted!r}, as when that was removed and its name "
+            "given again. Take one of Reader(folder).versions."
+        )
     if name in versions:
         return versions[name]
     held = ", ".join(map(repr, versions)) or "none; fleet.mark_version(name) makes one"
@@ -156,15 +163,18 @@ def rows_of_versions(folder: Path) -> set[str]:
 def add_share(folder: Path, mark: Mark, server: int, manifest: Mapping[str, Any]) -> None:
     """Adds the manifest's state of ``server`` to the version; the one who calls it holds the folder.
 
-    A repeated request changes nothing. With the last share the version is complete, and those beyond ``keep`` go.
+    A repeated request changes nothing, nor does a later one for the same rows, as by a worker that was restarted.
+    With the last share the version is complete, and those beyond ``keep`` go.
 
     Raises:
-        ConfigError: there is a version of this name already, or ``mark.model`` holds no exported program.
+        ConfigError: there is a version of this name for other rows, or ``mark.model`` holds no exported program.
     """
     known = {fields["name"]: fields for fields in _all_fields(folder)}
     fields = known.get(mark.name)
     if fields is None or fields["key"] != mark.key:
         if fields is not None and _is_complete(fields):
+            if _names_the_same(fields, mark, server, manifest):
+                return
             raise ConfigError(
                 f"version {mark.name!r} was marked before, with step {version_of(fields).step}, and what it names "
                 "never changes. Choose another name."
@@ -196,7 +206,7 @@ def read_brake(folder: Path) -> str | None:
         raise CheckpointError(f"{path}: {error}. Roll back again, or release.") from None
 
 
-def roll_back(source: str | os.PathLike[str], version: str) -> Version:
+def roll_back(source: str | os.PathLike[str], version: str | Version) -> Version:
     """Takes every Reader of the folder ``source`` back to ``version``, until :func:`release`.
 
     Readers that follow have its rows within a second, others with their next ``refresh``; new ones begin with it. From
@@ -205,7 +215,7 @@ def roll_back(source: str | os.PathLike[str], version: str) -> Version:
 
     Args:
         source: the folder of ``fleet.ps.publish``; this process must be able to write there.
-        version: one of ``Reader(source).versions``.
+        version: one of ``Reader(source).versions``, or its name.
 
     Returns:
         The version; ``save`` is the folder for ``fleet.load_model``, which takes training back.
@@ -219,15 +229,15 @@ def roll_back(source: str | os.PathLike[str], version: str) -> Version:
     """
     folder = publisher_folder("roll_back", source)
     with locked(folder, ".rollback.lock"):
-        found = find_version(folder, version, f"fleet.ps.roll_back({str(source)!r}, {version!r})")
-        fields = next(fields for fields in _all_fields(folder) if fields["name"] == version)
+        found = find_version(folder, version, f"fleet.ps.roll_back({str(source)!r}, {version!r:.80})")
+        fields = next(fields for fields in _all_fields(folder) if fields["name"] == found.name)
         lacking = sorted(name for name in _row_files(fields) if not (folder / name).is_file())
         if lacking:
             raise ConfigError(
-                f"fleet.ps.roll_back({str(source)!r}, {version!r}): {lacking[0]} is absent from {folder}, so readers "
-                "cannot take up this version. Choose another one."
+                f"fleet.ps.roll_back({str(source)!r}, {found.name!r}): {lacking[0]} is absent from {folder}, so "
+                "readers cannot take up this version. Choose another one."
             )
-        replace_file(folder / BRAKE, json.dumps({"version": version, "at": time.time()}))
+        replace_file(folder / BRAKE, json.dumps({"version": found.name, "at": time.time()}))
     return found
 
 
@@ -322,6 +332,18 @@ def _fields_of(path: Path) -> dict[str, Any]:
 
 def _is_complete(fields: Mapping[str, Any]) -> bool:
     return len(fields["servers"]) >= int(fields["num_servers"])
+
+
+def _names_the_same(fields: Mapping[str, Any], mark: Mark, server: int, manifest: Mapping[str, Any]) -> bool:
+    """Returns whether a version is what ``mark`` asks of ``server``."""
+    if (fields["save"], fields["model"], fields["num_servers"]) != (
+        mark.save,
+        mark.model is not None,
+        manifest["num_servers"],
+    ):
+        return False
+    held, wanted = (made["servers"].get(str(server), {}) for made in (fields, manifest))
+    return all(held.get(part) == wanted.get(part) for part in ("history", "watermark", "step"))
 
 
 def _row_files(fields: Mapping[str, Any]) -> set[str]:

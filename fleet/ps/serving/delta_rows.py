@@ -74,10 +74,10 @@ class DeltaRows(FolderRows):
 
     Args:
         folder: where the publisher writes.
-        version: the version to stay at; None: the newest rows. A brake on an older version goes before it.
+        version: the version to stay at, or its name; None: the newest rows. A brake on an older version goes before it.
     """
 
-    def __init__(self, folder: Path, version: str | None = None) -> None:
+    def __init__(self, folder: Path, version: str | Version | None = None) -> None:
         self._folder = folder
         self._pinned = None if version is None else find_version(folder, version, "fleet.ps.Reader")
         self._chains: _Chains = {}

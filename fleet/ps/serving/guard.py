@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fleet.errors import ConfigError
@@ -16,6 +17,7 @@ from fleet.ps.serving.reader import Reader
 
 Metric = Callable[[Reader], Any]
 OnRollBack = Callable[[Version, float, float], object]
+_LOG = logging.getLogger("FLEET")
 
 
 class Guard:
@@ -32,6 +34,7 @@ class Guard:
         self._on_roll_back = on_roll_back
         self._checking = threading.Lock()
         self._follower = FollowThread(self.check, "fleet.ps.guard: this check failed", "fleet-guard")
+        self._said_unfit = False
         self.scores: dict[str, float] = {}
 
     def check(self) -> Version | None:
@@ -52,6 +55,7 @@ class Guard:
                 versions = {version.name: version for version in newest.versions}
             known = {name: self.scores[name] for name in versions if name in self.scores}
             self.scores = {name: known[name] if name in known else self._score(name) for name in versions}
+            self._say_unfit()
             if self._best_above(value) is None:
                 return None
             # The held-out samples may be others than when these were scored: now all see the same.
@@ -61,10 +65,11 @@ class Guard:
             if best is None or read_brake(self._folder) is not None:
                 return None
             found = roll_back(self._folder, best)
-            logging.getLogger("FLEET").warning(
-                "fleet.ps.guard: the newest rows have %.6g, version %r has %.6g, which is more than %g above: readers "
-                "of %s are taken back to it until fleet.ps.release.",
-                value, best, self.scores[best], self._drop, self._folder,
+            above = f"which is more than {self._drop:g} above" if math.isfinite(value) else "which is finite"
+            _LOG.warning(
+                "fleet.ps.guard: the newest rows have %.6g, version %r has %.6g, %s: readers of %s are taken back to "
+                "it until fleet.ps.release.",
+                value, best, self.scores[best], above, self._folder,
             )  # fmt: skip
         self._on_roll_back(found, value, self.scores[best])
         return found
@@ -96,18 +101,28 @@ class Guard:
         best = max(finite, key=lambda name: (finite[name], list(finite).index(name)))  # of equal ones the newest
         return None if math.isfinite(value) and value >= finite[best] - self._drop else best
 
+    def _say_unfit(self) -> None:
+        """Warns once where there are versions and none has a finite metric."""
+        if self.scores and not any(map(math.isfinite, self.scores.values())) and not self._said_unfit:
+            self._said_unfit = True
+            _LOG.warning(
+                "fleet.ps.guard: the metric is finite for no version (%s), so nothing can be judged and no brake is "
+                "pulled. Check the metric on a Reader of one.",
+                ", ".join(f"{name!r}: {score:g}" for name, score in self.scores.items()),
+            )
+
     def _score(self, name: str | None) -> float:
         with Reader(self._folder, version=name) as reader:
             return self._value(reader)
 
     def _value(self, reader: Reader) -> float:
         found = self._metric(reader)
-        try:
-            return float(found)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"fleet.ps.guard: the metric returned {found!r:.80}; it returns a number, the higher the better."
-            ) from None
+        if not isinstance(found, str | bytes | bytearray):  # float() would read them
+            with suppress(TypeError, ValueError):
+                return float(found)
+        raise ConfigError(
+            f"fleet.ps.guard: the metric returned {found!r:.80}; it returns a number, the higher the better."
+        )
 
 
 def guard(
@@ -122,7 +137,8 @@ def guard(
     Each :meth:`Guard.check` computes the metric of the newest rows and of versions that it has not met yet. When the
     newest rows are more than ``drop`` below the best of the kept versions, all are scored again, on what the metric's
     samples are now; if it still holds, readers go back to the best one (:func:`fleet.ps.roll_back`), the log
-    has both numbers, and ``on_roll_back`` is called. A metric that is not finite counts as a fall.
+    has both numbers, and ``on_roll_back`` is called. A metric that is not finite counts as a fall; where it is finite
+    for no version, nothing can be judged, and the log says so once.
 
     Args:
         metric: called with a :class:`fleet.ps.Reader` of the rows to judge; returns a number, the higher the better,

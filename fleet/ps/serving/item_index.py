@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleet.common.own_thread import OwnThread
+from fleet.common.whole_numbers import count_of
 from fleet.errors import ConfigError, FleetError
 from fleet.ps.publishing.versions import Version
 from fleet.ps.serving.changes import Changes
@@ -25,6 +26,7 @@ Keep = Callable[[Int64s], Any]
 _METRICS = ("inner_product", "cosine")
 _KINDS = ("exact", "ivf")
 _ENCODED = 1 << 14  # rows that encode gets at once
+_MOST = 1 << 20  # ids of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class ItemIndex:
             zeros is 0.
         kind: ``"exact"`` or ``"ivf"``, which needs the package faiss (``pip install '.[retrieval]'`` in the clone).
         nlist: ivf: how many lists; ``None``: twice the square root of the items.
-        nprobe: ivf: how many lists a query is compared with: more find more, and take longer. ``None``: an eighth of
-            them, at least 8.
+        nprobe: ivf: how many lists a query is compared with, at most ``nlist``: more find more, and take longer.
+            ``None``: an eighth of them, at least 8.
 
     Raises:
         ConfigError: an argument is wrong, the reader is of Redis or servers, or faiss is not installed.
@@ -86,7 +88,14 @@ class ItemIndex:
         nlist: int | None = None,
         nprobe: int | None = None,
     ) -> None:
-        _check_arguments(reader, {"encode": encode, "keep": keep}, metric, kind, {"nlist": nlist, "nprobe": nprobe})
+        _check_arguments(reader, {"encode": encode, "keep": keep}, metric, kind)
+        self._nlist = _checked_count("nlist", nlist, kind)
+        self._nprobe = _checked_count("nprobe", nprobe, kind)
+        if self._nlist is not None and self._nprobe is not None and self._nprobe > self._nlist:
+            raise ConfigError(
+                f"fleet.ps.ItemIndex(nlist={nlist!r}, nprobe={nprobe!r}): nprobe is how many of the nlist lists a "
+                "query is compared with, so at most as many."
+            )
         self._label = f"fleet.ps.ItemIndex({table!r})"
         self._reader = reader
         self._table = table
@@ -94,8 +103,6 @@ class ItemIndex:
         self._keep = keep
         self._metric = metric
         self._kind = kind
-        self._nlist = nlist
-        self._nprobe = nprobe
         self._changing = threading.Lock()
         self._builder: OwnThread | None = None
         self._is_closed = False
@@ -129,14 +136,14 @@ class ItemIndex:
 
         Args:
             queries: float [n, d], an array, a list or a tensor.
-            k: from 1; may be above the number of items.
+            k: from 1 to 1,048,576; may be above the number of items.
 
         Returns:
             ids int64 [n, k] and scores float32 [n, k]: tensors on the queries' device for a tensor, otherwise arrays.
             Of equal scores the smaller id is first. Behind the last item ids are -1 and scores -inf, which no item has.
 
         Raises:
-            ConfigError: queries are of another shape, or not finite; k is not an integer from 1.
+            ConfigError: queries are of another shape, or not finite; k is not an integer in its range.
         """
         ids, scores = self._search(self._state, queries, k)
         if is_tensor(queries):
@@ -206,8 +213,12 @@ class ItemIndex:
 
     def _search(self, state: _Indexed, queries: Any, k: int, *, exact: bool = False) -> Answer:
         self._check_open()
-        if type(k) is not int or k < 1:
-            raise ConfigError(f"index.search(k={k!r}) takes an integer from 1.")
+        count = count_of(k)
+        if count is None or count > _MOST:
+            raise ConfigError(
+                f"index.search(k={k!r}) takes an integer from 1 to {_MOST}: an answer has k ids for each query, also "
+                "where there are fewer items."
+            )
         vectors = _array(queries)
         if vectors.ndim != 2 or vectors.dtype.kind not in "fiu" or vectors.shape[1] != state.items.dim:
             raise ConfigError(
@@ -219,7 +230,7 @@ class ItemIndex:
             raise ConfigError(
                 f"index.search(): query {int(bad.argmax())} has a NaN, or numbers without a finite length."
             )
-        return state.items.search(prepared, k, exact=exact)
+        return state.items.search(prepared, count, exact=exact)
 
     def _refresh(self) -> bool:
         with self._changing:
@@ -301,11 +312,11 @@ class ItemIndex:
     def _encoded(self, ids: Int64s, rows: Float32s, dim: int | None) -> Any:
         assert self._encode is not None
         vectors = _array(self._encode(ids, rows))
-        fits = vectors.ndim == 2 and vectors.dtype.kind == "f" and len(vectors) == len(ids)
+        fits = vectors.ndim == 2 and vectors.dtype.kind == "f" and len(vectors) == len(ids) and vectors.shape[1]
         if not fits or (dim is not None and vectors.shape[1] != dim):
             raise ConfigError(
                 f"{self._label}: encode returned {vectors.dtype} {list(vectors.shape)} for {len(ids)} ids; it must "
-                f"return floating-point numbers [{len(ids)}, {dim or 'd'}], a row for each id."
+                f"return floating-point numbers [{len(ids)}, {dim or 'd'}], a row for each id, d from 1."
             )
         return vectors
 
@@ -325,9 +336,7 @@ class ItemIndex:
         self._follower.check()
 
 
-def _check_arguments(
-    reader: object, functions: dict[str, object], metric: object, kind: object, counts: dict[str, int | None]
-) -> None:
+def _check_arguments(reader: object, functions: dict[str, object], metric: object, kind: object) -> None:
     if not isinstance(reader, Reader):
         raise ConfigError(f'fleet.ps.ItemIndex(reader={reader!r:.100}) takes a fleet.ps.Reader, as in Reader("rows").')
     for name, function in functions.items():
@@ -336,13 +345,19 @@ def _check_arguments(
     for name, value, choices in (("metric", metric, _METRICS), ("kind", kind, _KINDS)):
         if value not in choices:
             raise ConfigError(f"fleet.ps.ItemIndex({name}={value!r}) takes one of {list(choices)}.")
-    for name, count in counts.items():
-        if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(f"fleet.ps.ItemIndex({name}={count!r}) takes an integer from 1, or None.")
-        if count is not None and kind != "ivf":
-            raise ConfigError(f'fleet.ps.ItemIndex({name}={count!r}) is for kind="ivf"; kind is {kind!r}.')
     if kind == "ivf":
         import_faiss('fleet.ps.ItemIndex(kind="ivf")')
+
+
+def _checked_count(name: str, value: object, kind: str) -> int | None:
+    if value is None:
+        return None
+    count = count_of(value)
+    if count is None:
+        raise ConfigError(f"fleet.ps.ItemIndex({name}={value!r}) takes an integer from 1, or None.")
+    if kind != "ivf":
+        raise ConfigError(f'fleet.ps.ItemIndex({name}={value!r}) is for kind="ivf"; kind is {kind!r}.')
+    return count
 
 
 def _array(values: Any) -> Any:

@@ -52,8 +52,9 @@ class Reader:
         job: Redis: the job's name, needed where several jobs publish there. Servers: refused by those of another job.
         wire: servers: the form in which rows travel, ``"float32"``, ``"bfloat16"`` or ``"int8"`` with a scale for each
             row.
-        version: a folder of ``fleet.ps.publish``: the version, by ``fleet.mark_version``, whose rows it has; nothing
-            newer. None: the newest rows. A brake (:func:`fleet.ps.roll_back`) on an older version goes before it.
+        version: a folder of ``fleet.ps.publish``: the version, by ``fleet.mark_version``, whose rows it has, or its
+            name; nothing newer. None: the newest rows. A brake (:func:`fleet.ps.roll_back`) on an older version goes
+            before it.
 
     Raises:
         ConfigError: the source is none of these, or has no such version; servers have another secret, are of several
@@ -72,7 +73,12 @@ class Reader:
     """
 
     def __init__(
-        self, source: str | Path, *, job: str | None = None, wire: str = "float32", version: str | None = None
+        self,
+        source: str | Path,
+        *,
+        job: str | None = None,
+        wire: str = "float32",
+        version: str | Version | None = None,
     ) -> None:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
         self._refreshing = threading.Lock()
@@ -304,7 +310,7 @@ class Reader:
 
 
 def _remote_of(
-    label: str, source: object, job: object, wire: str, version: str | None
+    label: str, source: object, job: object, wire: str, version: str | Version | None
 ) -> RedisRows | ServerRows | None:
     """Returns what looks rows up in Redis or on servers; None for a folder. Refuses arguments that do not fit."""
     if job is not None and not (isinstance(job, str) and job):
@@ -335,7 +341,7 @@ def _remote_of(
     return None
 
 
-def _open_folder(label: str, folder: Path, version: str | None) -> DeltaRows | SavedRows:
+def _open_folder(label: str, folder: Path, version: str | Version | None) -> DeltaRows | SavedRows:
     if not folder.is_dir():
         raise ConfigError(f"{label}: there is no such folder. {_FIRST_ROWS}")
     if is_delta_folder(folder):

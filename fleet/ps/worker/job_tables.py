@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 from fleet.errors import ConfigError, PSError
@@ -41,20 +42,23 @@ class JobTables:
 
         Every worker calls it, and all return when it is done. Each one requests it, so it is done even if one dies.
         """
-        client = self._connection.client
 
         def act(key: str) -> int:
-            self._model.before_save(dirname, tables)
-            rows = client.save(dirname, mode=mode, tables=tables, key=key, text=text)
-            # The servers hold no buffers; those of worker 0 stand for all.
-            if tables is None and not client.config.rank:
-                self._model.plan.untrained.write(dirname)
-            return rows
+            return self._save(dirname, mode, tables, text, key)
 
         where = f"{os.path.realpath(dirname)}{_of(tables)}{HOW_WISHED}{mode}{' as text' * text}"
         rows = self._meetings.act_together(f"save to {where}", act)
         if tables is None:
             self._say_unlike()
+        return rows
+
+    def _save(self, dirname: str, mode: int, tables: list[int] | None, text: bool, key: str) -> int:
+        client = self._connection.client
+        self._model.before_save(dirname, tables)
+        rows = client.save(dirname, mode=mode, tables=tables, key=key, text=text)
+        # The servers hold no buffers; those of worker 0 stand for all.
+        if tables is None and not client.config.rank:
+            self._model.plan.untrained.write(dirname)
         return rows
 
     def _say_unlike(self) -> None:
@@ -97,17 +101,23 @@ class JobTables:
         self._model.take_loaded()
         self._model.finish_load(dirname, tables, unserved[0] if unserved else None)
 
-    def mark(self, name: str, keep: int, save: str | None, model: str | None) -> None:
-        """Makes the servers name their published rows, once every worker is here with its steps applied.
+    def mark(self, name: str, keep: int, save: str | None, model: str | None, check: Callable[[], None]) -> None:
+        """Makes the servers save, and name their published rows, once every worker is here with its steps applied.
 
-        All return when the folder has the version, and none has taken a step since: it holds each step whole.
+        All return when the folder has the version, and none has taken a step since: it holds each step whole. ``check``
+        runs before anything is done, and may raise.
         """
 
         def act(key: str) -> int:
+            check()
+            if save is not None:
+                self._save(save, 0, None, False, key)
             self._connection.client.mark(name, keep, save=save, model=model, key=key)
             return 0
 
         self._meetings.act_together(f"mark version {name}, keep {keep}, save {save}, model {model}", act)
+        if save is not None:
+            self._say_unlike()
 
     def shrink(self, threshold: float | None) -> int:
         """Makes the servers delete rows of the tables that have a criterion, once every worker is here."""

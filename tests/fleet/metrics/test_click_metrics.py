@@ -248,6 +248,9 @@ def test_refusals() -> None:
             kind(0.5)
     with pytest.raises(ConfigError, match=r"StatAuc\(bins=0\) takes an integer of at least 1, or None"):
         metrics.StatAuc(bins=0)
+    assert type(metrics.StatAuc(bins=np.int64(8)).bins) is int
+    with pytest.raises(ConfigError, match=r"StatAuc\(bins=True"):
+        metrics.StatAuc(bins=True)
     with pytest.raises(ConfigError, match=r"StatCalibration\(bins=None\)"):
         metrics.StatCalibration(bins=None)  # type: ignore[arg-type]
     stat = metrics.StatGauc()

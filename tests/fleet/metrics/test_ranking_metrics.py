@@ -176,5 +176,6 @@ def test_settings_are_refused() -> None:
     for kind in KINDS:
         with pytest.raises(ConfigError, match=rf"{kind.__name__}\(k=0\) takes an integer of at least 1"):
             kind(0)
+        assert type(kind(np.int64(3)).k) is int
     with pytest.raises(ConfigError, match="0 or 1; some are not"):
         metrics.StatRecall(1).update([[0.5]], [[2]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import fleet
 from fleet.errors import CheckpointError, ConfigError, NotInitializedError
 from fleet.facade import Fleet
 from tests.fleet.ps.embeddings.features import START, TABLES, Keyed, batch, both, compare, draw, is_equal, settings_of
+from tests.fleet.ps.embeddings.test_feature_ids import Jagged
 from tests.fleet.ps_job.test_prefetch import Sent
 from tests.helpers.served import run_job, strategy_of
 from tests.helpers.trainers import thread_trainers
@@ -135,6 +137,11 @@ def test_wrong_tables_are_refused(arguments: Any, settings: dict[str, Any], rule
         fleet.SparseEmbeddings(arguments, **settings)
 
 
+class Weighted(Jagged):
+    def weights_or_none(self) -> Tensor:
+        return torch.ones(4)
+
+
 def test_wrong_ids_are_refused() -> None:
     made = fleet.SparseEmbeddings({"user": 4, "tags": {"dim": 4, "combiner": "sum"}})
     with pytest.raises(ConfigError, match=r"\['label'\].*\['user', 'tags'\]"):
@@ -145,6 +152,12 @@ def test_wrong_ids_are_refused() -> None:
         made({"user": torch.tensor([1.0])})
     with pytest.raises(ConfigError, match="with weights"):
         made(Keyed({"tags": [[1, 2], []]}, torch.ones(2)))
+    with pytest.raises(ConfigError, match=r"received a Weighted with weights.*multiply them"):
+        made({"tags": Weighted()})
+    with pytest.raises(ConfigError, match=r"received a Weighted with weights.*multiply them"):
+        made["tags"](Weighted())
+    with pytest.raises(ConfigError, match=r"received SimpleNamespace. It has keys\(\), and no offset_per_key\(\)"):
+        made(SimpleNamespace(**{name: getattr(Keyed({"tags": [[1]]}), name) for name in ("keys", "values", "lengths")}))
     with pytest.raises(ConfigError, match=r"\['nobody'\]"):
         made(Keyed({"nobody": [[1]]}))
 

@@ -132,6 +132,9 @@ def test_wrong_arguments_and_ids_are_refused() -> None:
         fleet.SparseEmbedding(3, num_slots=0)
     with pytest.raises(ConfigError, match="integer"):
         fleet.SparseEmbedding(0)
+    for size in (([100, 8],), ((100, 8),), (100, 8)):
+        with pytest.raises(ConfigError, match=r"Leave the number of rows out: fleet.SparseEmbedding\(8\)"):
+            fleet.SparseEmbedding(*size)
     with pytest.raises(ConfigError, match="integers"):
         make()(torch.tensor([1.0]))
     with pytest.raises(ConfigError, match="combiner is 'none'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,9 +132,14 @@ def test_a_version_that_some_server_never_marked_is_replaced_or_removed(tmp_path
 
 def test_a_name_is_given_once(tmp_path: Path) -> None:
     sink = FolderSink(tmp_path, "shop", "float32")
-    Chain(sink).write()
+    chain = Chain(sink)
+    chain.write()
     sink.mark(0, mark("monday"))
     sink.mark(0, mark("monday"))  # the same request once more
+    sink.mark(0, mark("monday", key="of a worker that was restarted"))
+    with pytest.raises(ConfigError, match="was marked before"):
+        sink.mark(0, mark("monday", key="with a save", save="saves"))
+    chain.write()
     with pytest.raises(ConfigError, match="was marked before, with step 1"):
         sink.mark(0, mark("monday", key="another call"))
 
@@ -182,6 +188,23 @@ def test_the_brake_holds_all_readers_until_it_is_released(tmp_path: Path) -> Non
     newest.refresh()
     assert newest.version is None
     chain.check(*newest.lookup("ads", IDS, found=True))
+
+
+def test_a_version_is_taken_as_well_as_its_name(tmp_path: Path) -> None:
+    sink = FolderSink(tmp_path, "shop", "float32")
+    chain = Chain(sink)
+    for name in ("monday", "tuesday", "wednesday"):
+        chain.write()
+        sink.mark(0, mark(name))
+    _, tuesday, _ = ps.Reader(tmp_path).versions
+    assert ps.Reader(tmp_path, version=tuesday).version == tuesday
+    assert ps.roll_back(tmp_path, tuesday) == tuesday
+    assert ps.Reader(tmp_path).version == tuesday == ps.Reader(tmp_path, version="tuesday").version
+    other = replace(tuesday, number=7)
+    for call in (lambda: ps.roll_back(tmp_path, other), lambda: ps.Reader(tmp_path, version=other)):
+        with pytest.raises(ConfigError, match="has another version 'tuesday' than .*number=7"):
+            call()
+    assert read_brake(tmp_path) == "tuesday"
 
 
 def test_a_version_that_readers_are_at_is_not_removed(tmp_path: Path) -> None:

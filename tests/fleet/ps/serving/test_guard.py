@@ -76,11 +76,21 @@ def test_under_a_brake_it_does_nothing_and_a_release_too_early_is_taken_back(row
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_metric_that_is_not_finite_is_a_fall(rows: Rows, value: float) -> None:
+def test_a_metric_that_is_not_finite_is_a_fall(rows: Rows, value: float, caplog: pytest.LogCaptureFixture) -> None:
     rows.write(value)
-    found = ps.guard(metric, 0.05, rows.folder).check()
+    with caplog.at_level(logging.WARNING, "FLEET"):
+        found = ps.guard(metric, 0.05, rows.folder).check()
     assert found is not None
     assert found.name == "tuesday"
+    assert f"have {value:g}, version 'tuesday' has 0.8, which is finite" in caplog.text
+
+
+def test_a_metric_that_is_finite_for_no_version_is_said_once(rows: Rows, caplog: pytest.LogCaptureFixture) -> None:
+    guard = ps.guard(lambda reader: float("nan"), 0.05, rows.folder)
+    with caplog.at_level(logging.WARNING, "FLEET"):
+        assert [guard.check(), guard.check()] == [None, None]
+    assert caplog.text.count("the metric is finite for no version ('monday': nan, 'tuesday': nan") == 1
+    assert read_brake(rows.folder) is None
 
 
 def test_a_version_that_is_not_finite_is_never_the_best(rows: Rows) -> None:
@@ -133,6 +143,8 @@ def test_a_metric_that_fails_decides_nothing(rows: Rows) -> None:
         ps.guard(failing, 0.05, rows.folder).check()
     with pytest.raises(ConfigError, match="returned None; it returns a number, the higher the better"):
         ps.guard(lambda reader: None, 0.05, rows.folder).check()
+    with pytest.raises(ConfigError, match="returned '0.5'; it returns a number"):
+        ps.guard(lambda reader: "0.5", 0.05, rows.folder).check()
     assert read_brake(rows.folder) is None
 
 

@@ -270,7 +270,7 @@ def test_forms_of_queries(chain: Chain, reader: Reader) -> None:
         assert torch.equal(tensors[0], torch.from_numpy(ids))
         assert torch.equal(tensors[1], torch.from_numpy(scores))
     assert index.search(torch.ones(1, DIM, dtype=torch.bfloat16), 3)[0].shape == (1, 3)
-    assert index.search(np.empty((0, DIM)), 3)[0].shape == (0, 3)
+    assert index.search(np.empty((0, DIM)), np.int64(3))[0].shape == (0, 3)
     assert index.search(np.ones((2, DIM), np.int32), 3)[1].shape == (2, 3)
 
 
@@ -330,6 +330,8 @@ def test_a_vector_that_is_not_finite_leaves_the_items(
         ({"kind": "hnsw"}, r"kind='hnsw'\) takes one of \['exact', 'ivf'\]"),
         ({"kind": "ivf", "nlist": 0}, "nlist=0.* takes an integer from 1, or None"),
         ({"kind": "ivf", "nprobe": 2.0}, "nprobe=2.0.* takes an integer from 1, or None"),
+        ({"kind": "ivf", "nlist": 4, "nprobe": 5}, "nlist=4, nprobe=5.*at most as many"),
+        ({"encode": lambda ids, rows: rows[:, :0]}, r"encode returned float32 \[\d+, 0\].*d from 1"),
         ({"nprobe": 2}, "nprobe=2.* is for kind=\"ivf\"; kind is 'exact'"),
         ({"encode": lambda ids, rows: rows[:-1]}, r"encode returned float32 \[\d+, 3\] for (\d+) ids; it must"),
         ({"encode": lambda ids, rows: ids}, "encode returned int64"),
@@ -346,6 +348,7 @@ def test_searches_that_are_refused(reader: Reader) -> None:
     for queries, k, text in (
         (QUERIES, 0, r"k=0\) takes an integer from 1"),
         (QUERIES, True, "k=True"),
+        (QUERIES, (1 << 20) + 1, r"k=1048577\) takes an integer from 1 to 1048576"),
         (QUERIES[0], 3, rf"queries are float32 \[{DIM}\]; they must be numbers \[n, {DIM}\]"),
         (QUERIES[:, :2], 3, r"queries are float32 \[8, 2\]"),
         ([["a"] * DIM], 3, "queries are <U1"),
