@@ -194,7 +194,7 @@ def _relevant_ids(argument: str, count: int, relevant: Any) -> tuple[Array, Arra
     """Returns the relevant ids, which of them are padding, and where each query begins and the last ends."""
     if isinstance(relevant, tuple):
         if len(relevant) != 2:
-            raise ConfigError(f"{argument}: a tuple is (ids, offsets), got {len(relevant)} parts. Lists go into a list.")
+            raise ConfigError(f"{argument}: a tuple is (ids, offsets), got {len(relevant)} parts; lists go in a list.")
         ids, offsets = relevant
         return *_padded_ids(argument, ids), ids_of(argument, offsets)
     if isinstance(relevant, list) and any(hasattr(one, "__len__") for one in relevant):
