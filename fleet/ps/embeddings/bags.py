@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.client.shards import Keys
-from fleet.ps.embeddings.jagged_ids import is_keyed, jagged_ids
+from fleet.ps.embeddings.jagged_ids import has_weights, is_keyed, jagged_ids
 from fleet.ps.embeddings.row_sums import picked, pooled
 
 COMBINERS = ("none", "sum", "mean")
@@ -114,6 +114,8 @@ def _of_jagged(ids: Any, offsets: Tensor | None, combiner: str) -> tuple[Any, Te
     found = jagged_ids(ids)
     if found is None:
         return ids, offsets
+    if has_weights(ids):
+        raise _Unfit(f"ids are a {type(ids).__name__} with weights, and a combiner counts every id once.")
     if offsets is not None:
         raise _Unfit("offsets were given beside jagged ids, which have their own; omit them.")
     if combiner == "none":

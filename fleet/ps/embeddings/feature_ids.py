@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fleet.errors import ConfigError
 from fleet.ps.embeddings.embedding import Ids
-from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, is_keyed, jagged_ids
+from fleet.ps.embeddings.jagged_ids import JaggedIds, KeyedIds, features_of, has_weights, is_keyed, jagged_ids
 
 # Ids of one feature: as SparseEmbedding takes them, with offsets where they have some.
 IdsAndOffsets: TypeAlias = tuple[Ids, Tensor | None]
@@ -37,6 +37,8 @@ def by_name(ids: FeatureIds, combines: Mapping[str, bool], origin: str) -> dict[
             f"{origin} received ids of {sorted(map(str, unknown))}, for which it has no table; it has tables for "
             f"{list(combines)}. Pass the ids of these alone, or add a table where the collection is made."
         )
+    for given in ids.values():
+        _check_weights(given, origin)
     return {name: _with_offsets(ids[name], does) for name, does in combines.items() if name in ids}
 
 
@@ -56,12 +58,15 @@ def _of_keyed(ids: FeatureIds, origin: str) -> dict[str, JaggedIds]:
             f"received {type(ids).__name__}."
         )
     names = list(ids.keys())
-    weights = getattr(ids, "weights_or_none", lambda: None)()
-    if weights is not None:
+    _check_weights(ids, origin)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{origin} received the features {names}; each name may occur once.")
+    return features_of(ids)
+
+
+def _check_weights(ids: Any, origin: str) -> None:
+    if has_weights(ids):
         raise ConfigError(
             f"{origin} received a {type(ids).__name__} with weights, and a combiner here counts every id once. Look up "
             "the rows without a combiner and multiply them, or leave the weights out."
         )
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{origin} received the features {names}; each name may occur once.")
-    return features_of(ids)

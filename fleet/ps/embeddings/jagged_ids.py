@@ -70,6 +70,11 @@ def jagged_ids(value: Any) -> JaggedIds | None:
     return JaggedIds(value.values(), lambda: value.offsets()[:-1])
 
 
+def has_weights(value: Any) -> bool:
+    """Returns whether the ids of an object of TorchRec have weights; a combiner here counts every id once."""
+    return getattr(value, "weights_or_none", lambda: None)() is not None
+
+
 def features_of(keyed: KeyedIds) -> dict[str, JaggedIds]:
     """Returns the ids of each feature."""
     return {name: _ids_of(keyed, number) for number, name in enumerate(keyed.keys())}
