@@ -17,6 +17,10 @@ from simulator.settings import Settings
 
 CACHE = Path(tempfile.gettempdir()) / f"fleet-recommenders-{os.getuid()}"
 _SIMULATED = "simulated"
+_SOURCES = (
+    "Write simulated, simulated:users=2000,seed=1, flights, a folder that simulate.py wrote, or a file or folder of "
+    "MovieLens or in Criteo's format."
+)
 
 
 def open_data(source: str, cache: Path = CACHE) -> Path:
@@ -42,14 +46,16 @@ def open_data(source: str, cache: Path = CACHE) -> Path:
     if source == "flights":
         return _written(cache, source, lambda folder: write_clicks(source, folder))
     if not path.exists():
-        raise ValueError(
-            f"--data {source!r}: no such file or folder. Write simulated, simulated:users=2000,seed=1, flights, a "
-            "folder that simulate.py wrote, or a file or folder of MovieLens or in Criteo's format."
-        )
+        raise ValueError(f"--data {source!r}: no such file or folder. {_SOURCES}")
     ratings = ratings_file(path)
     if ratings is not None:
         return _written(cache, _state(ratings.parent), lambda folder: write_movielens(ratings, folder))
-    return _written(cache, _state(path), lambda folder: write_clicks(source, folder))
+    try:
+        return _written(cache, _state(path), lambda folder: write_clicks(source, folder))
+    except ValueError as error:
+        raise ValueError(
+            f"--data {source!r} is not in Criteo's format, and nothing else was found: {error} {_SOURCES}"
+        ) from None
 
 
 def _settings(sizes: str) -> Settings:

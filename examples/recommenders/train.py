@@ -15,7 +15,7 @@ from evaluation import evaluate
 from feeds import Feed, check_data, held_out, inputs_of, moved
 from models import MODELS
 from models.parts import Vectors
-from options import make_optimizer, read_settings, training_options
+from options import make_optimizer, parse_options, read_settings
 from report import Report
 from sources import open_data
 from tables import Tables
@@ -28,7 +28,7 @@ SHOP = "simulated:users=4000,items=3000,days=5,impressions=300000"
 
 def main() -> None:
     """Runs this process's part."""
-    args = training_options(__doc__).parse_args()
+    args = parse_options(__doc__)
     settings = read_settings(args)
     if args.torch:
         train_alone(args, settings)
@@ -38,13 +38,14 @@ def main() -> None:
 
 def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Serves the rows, or trains; the first worker prints."""
+    role = fleet.PaddleCloudRoleMaker(is_collective=False)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
     kept = {"async": ("max_staleness",), "geo": ("k_steps",)}.get(args.mode, ())
     strategy.a_sync_configs = {name: settings[name] for name in kept}
-    fleet.init(strategy=strategy)
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
+        strategy.hybrid_configs = {"dp_degree": role.worker_num()}
+    fleet.init(role, strategy=strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
@@ -55,7 +56,7 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
     model = fleet.distributed_model(net)
     fleet.init_worker()
     feed = make_feed(args, settings, folder, net, None)
-    report = Report(args, active=fleet.is_first_worker())
+    report = Report(args, active=fleet.is_first_worker(), total=fleet.util.all_reduce)
     batches = fleet.prefetch(feed)
     for epoch in range(settings["epochs"]):
         feed.begin(epoch)
@@ -107,7 +108,9 @@ def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 def open_shop(given: str | None) -> Path:
     """Returns the folder of the data; without one, a small shop is simulated, once."""
     try:
-        return open_data(given or SHOP)
+        return open_data(SHOP if given is None else given)
+    except OSError as error:
+        raise SystemExit(f"--data {given!r} cannot be read: {error}.") from None
     except ValueError as error:
         raise SystemExit(str(error)) from None
 

@@ -62,7 +62,9 @@ def test_plain_torch_adds_the_losses_of_geo(folder: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("mode", ["async", "geo", "hybrid"])
 def test_each_mode_ranks_better_than_popularity(folder: Path, tmp_path: Path, mode: str) -> None:
     given = ("--data", str(folder), "--model", "deepfm", "--mode", mode)
-    found = metrics(train(served(*given), tmp_path, LIMIT_S))["auc_click"]
+    output = train(served(*given), tmp_path, LIMIT_S)
+    assert "no longer has an effect" not in output
+    found = metrics(output)["auc_click"]
     assert found["popularity"] < found["model"] < found["best"]
 
 
