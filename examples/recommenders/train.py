@@ -38,13 +38,12 @@ def main() -> None:
 
 def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Serves the rows, or trains; the first worker prints."""
-    role = fleet.PaddleCloudRoleMaker(is_collective=False)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
     strategy.a_sync_configs = {"k_steps": settings["k_steps"] if args.mode == "geo" else 0}
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": role.worker_num()}
-    fleet.init(role, strategy=strategy)
+        strategy.hybrid_configs = {"dp_degree": fleet.PaddleCloudRoleMaker(is_collective=False).worker_num()}
+    fleet.init(strategy=strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
