@@ -38,14 +38,13 @@ def main() -> None:
 
 def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Serves the rows, or trains; the first worker prints."""
-    role = fleet.PaddleCloudRoleMaker(is_collective=False)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
     kept = {"async": ("max_staleness",), "geo": ("k_steps",)}.get(args.mode, ())
     strategy.a_sync_configs = {name: settings[name] for name in kept}
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": role.worker_num()}
-    fleet.init(role, strategy=strategy)
+        strategy.hybrid_configs = {"dp_degree": fleet.PaddleCloudRoleMaker(is_collective=False).worker_num()}
+    fleet.init(strategy=strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

@@ -41,7 +41,7 @@ class StatAuc:
 
     Args:
         bins: number of equal parts of [0, 1]; predictions in one part count as ties. ``None`` compares predictions as
-            float32; they are probabilities all the same, and scores of any range are refused: give their sigmoid.
+            float32. Both take probabilities alone: of scores give the sigmoid.
 
     Example:
         >>> stat = fleet.metrics.StatAuc()

@@ -106,7 +106,8 @@ def test_padding_is_neither_a_hit_nor_relevant(kind: Any) -> None:
     stat = kind(2)
     stat.update_ids([[7, -1]], ([-1], [0, 1]))
     stat.update_ids(torch.tensor([[7, -1]]), torch.tensor([-1]))
-    assert stat.sums.tolist() == [2.0, 0.0]
+    stat.update_ids([[7, -1]], np.array([2**64 - 1], np.uint64))  # an id, whose bits are those of -1
+    assert stat.sums.tolist() == [3.0, 0.0]
     padded, without = kind(2), kind(2)
     padded.update_ids([[7, 8, -1], [5, -1, -1]], np.array([[7, 9, -1], [5, -1, -1]]))
     without.update_ids([[7, 8, 0], [5, 0, 0]], ([7, 9, 5], [0, 2, 3]))
