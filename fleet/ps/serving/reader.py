@@ -92,14 +92,8 @@ class Reader:
         )
         self._brake = FollowThread(self._turn, f"{self._label} does not turn", "fleet-reader brake")
         self._is_closed = False
-        if job is not None and not (isinstance(job, str) and job):
-            raise ConfigError(f"{self._label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
         is_address = isinstance(source, str) and "://" in source
-        if version is not None and is_address:
-            raise ConfigError(
-                f"{self._label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
-                "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
-            )
+        _check_job_and_version(self._label[:-1], job, version, is_address=is_address)
         if isinstance(source, str) and source.startswith(SCHEME):
             endpoints = read_endpoints(source)
             access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
@@ -334,6 +328,16 @@ class Reader:
         """Obeys a brake while the other thread reads new files, which takes seconds where they are large."""
         with suppress(FleetError, OSError):  # the other thread meets it, too, and says so
             self._files.turn()
+
+
+def _check_job_and_version(call: str, job: object, version: object, *, is_address: bool) -> None:
+    if job is not None and not (isinstance(job, str) and job):
+        raise ConfigError(f"{call}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
+    if version is not None and is_address:
+        raise ConfigError(
+            f"{call}, version={version!r}): Redis and servers have the newest rows alone; versions are in the folder "
+            "of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
+        )
 
 
 def _open_folder(label: str, folder: Path, version: str | Version | None) -> DeltaRows | SavedRows:
