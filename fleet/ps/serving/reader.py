@@ -99,11 +99,7 @@ class Reader:
             access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
             self._remote = ServerRows(source, endpoints, access)
             return
-        if check_wire(wire) != "float32":
-            raise ConfigError(
-                f"{self._label[:-1]}, wire={wire!r}): files and Redis hold rows in the form in which they were "
-                "published (values=). Omit wire=."
-            )
+        _check_wire(self._label[:-1], wire)
         if isinstance(source, str) and source.startswith(_REMOTE):
             self._remote = RedisRows(source, job)
             return
@@ -337,6 +333,14 @@ def _check_job_and_version(call: str, job: object, version: object, *, is_addres
         raise ConfigError(
             f"{call}, version={version!r}): Redis and servers have the newest rows alone; versions are in the folder "
             "of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
+        )
+
+
+def _check_wire(call: str, wire: str) -> None:
+    if check_wire(wire) != "float32":
+        raise ConfigError(
+            f"{call}, wire={wire!r}): files and Redis hold rows in the form in which they were published (values=). "
+            "Omit wire=."
         )
 
 
