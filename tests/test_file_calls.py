@@ -39,6 +39,7 @@ READERS = {
     "fleet/checkpoint/conversion/formats.py": "the library's own modules",
     "fleet/options/__init__.py": "the library's own texts",
     "fleet/ps/table/kernels/common.py": "the library's own modules",
+    "fleet/ps/table/kernels/numba_cache.py": "the library's own modules",
     "launch/page/page_server.py": "the library's own pages",
     "fleet/dataset/source.py": "the user's data, which may come through a pipe",
     "fleet/migrate/migrate_command.py": "the user's script",

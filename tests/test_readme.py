@@ -314,7 +314,7 @@ class WideDeep(torch.nn.Module):
 
 loader = [torch.tensor([7, 10**15])]
 """
-    code = before + re.sub(r"\.\.\.  #.*", f"{loop}; fleet.print_table_stat(0)", code)
+    code = before + re.sub(r"\.\.\.  #.*", f"{loop}; fleet.barrier_worker(); fleet.print_table_stat(0)", code)
     code = code.replace(
         "optimizer = fleet", "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = fleet"
     )

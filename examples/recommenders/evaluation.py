@@ -21,7 +21,7 @@ TOP = 50
 
 @torch.no_grad()
 def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, dict[str, float]]:
-    """Returns, by metric, the values of the model, of popularity, and the best possible where it is known.
+    """Returns, by metric, the values of the model, and of popularity and the best possible where they are known.
 
     Every worker calls it with its share of the samples; all get the same values.
 
@@ -31,7 +31,7 @@ def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, di
         device: where the model is.
     """
     net.eval()
-    catalogue = Catalogue.read(folder)
+    catalogue = Catalogue.read(folder) if (folder / "items.parquet").exists() else None
     ranks = hasattr(net, "of_users")
     tasks = ("click",) if ranks else net.TASKS
     stats: dict[tuple[str, str], fleet.metrics.StatAuc] = defaultdict(lambda: fleet.metrics.StatAuc(BINS))
@@ -39,10 +39,10 @@ def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, di
     for batch in held_out(folder, inputs_of(net)):
         there = moved(batch, device)
         outputs = {"click": (net.of_users(there) * net.of_items(there)).sum(1)} if ranks else net(there)
-        popularity = catalogue.click_rate(batch["item"])
         for task in tasks:
             stats[task, "model"].update(torch.sigmoid(outputs[task]), batch[task])
-            stats[task, "popularity"].update(popularity, batch[task])
+            if catalogue is not None and "item" in batch:
+                stats[task, "popularity"].update(catalogue.click_rate(batch["item"]), batch[task])
             if "p_click" in batch:  # that of a purchase is given a click
                 truth = batch["p_click"] if task == "click" else batch["p_click"] * batch["p_purchase"]
                 stats[task, "best"].update(truth, batch[task])
@@ -50,7 +50,7 @@ def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, di
     found: dict[str, dict[str, float]] = {f"auc_{task}": {} for task in tasks}
     for (task, who), stat in stats.items():
         found[f"auc_{task}"][who] = round(stat.value(), 6)
-    if ranks:
+    if ranks and catalogue is not None:
         found[f"recall@{TOP}"] = recall(net, catalogue, batches, device)
     return found
 
@@ -69,13 +69,14 @@ def recall(
     places = catalogue.on_sale(catalogue.last_day)
     columns = catalogue.columns(places)
     items, vectors = columns["item"], net.of_items(moved(columns, device)).cpu()
-    popular = items[catalogue.clicked(places).topk(TOP).indices]
+    top = min(TOP, len(items))
+    popular = items[catalogue.clicked(places).topk(top).indices]
     hits, popular_hits, clicks = 0, 0, 0
     for batch in batches:
         rows = batch["click"] == 1
         scores = net.of_users(moved(batch, device)).cpu()[rows] @ vectors.T
         wanted = batch["item"][rows]
-        hits += int((items[scores.topk(TOP).indices] == wanted[:, None]).sum())
+        hits += int((items[scores.topk(top).indices] == wanted[:, None]).sum())
         popular_hits += int(torch.isin(wanted, popular).sum())
         clicks += len(wanted)
     sums = fleet.metrics.sum(np.array([hits, popular_hits, clicks]))

@@ -66,15 +66,16 @@ class Feed:
         most: int | None = None,
         share: tuple[int, int] | None = None,
     ) -> None:
-        columns = ["items"] if name in SOURCES else [*_named(inputs), *LABELS]
         source = folder / SOURCES.get(name, "impressions/train")
+        columns = ["items"] if name in SOURCES else _asked(source, inputs)
         self.dataset = fleet.ParquetDataset(
             source, columns=columns, batch_size=batch_size, shuffle_seed=seed, rest="drop"
         )
-        self.catalogue = Catalogue.read(folder, sampling.power)
         self.sampling = sampling
         adds = {"dssm": self._with_log_q, "word2vec": self._pairs, "sasrec": self._sequences}
         self.prepare: Callable[[Batch], Batch] = adds.get(name, _unchanged)
+        if name in adds:
+            self.catalogue = Catalogue.read(folder, sampling.power)
         self.most = most
         self.share = share
         self.draw = np.random.default_rng([seed, fleet.data_rank() if share is None else share[0]])
@@ -143,9 +144,34 @@ def inputs_of(net: Any) -> tuple[str, ...]:
 def held_out(folder: Path, inputs: Sequence[str], batch_size: int = 2048) -> fleet.ParquetDataset:
     """Returns this worker's share of the impressions of the test, with the true probabilities where they are known."""
     source = folder / "impressions/test"
-    known = pq.read_schema(min(source.glob("*.parquet"))).names
-    columns = [*_named(inputs), *LABELS, *(name for name in TRUTHS if name in known)]
+    columns = _asked(source, inputs, (*LABELS, *TRUTHS))
     return fleet.ParquetDataset(source, columns=list(dict.fromkeys(columns)), batch_size=batch_size)
+
+
+def check_data(name: str, net: Any, folder: Path) -> None:
+    """Checks that a folder has what a model trains on.
+
+    Args:
+        name: the model's.
+        net: the model.
+        folder: what ``sources.open_data`` returned.
+
+    Raises:
+        ValueError: a column or a file is missing; the message names them.
+    """
+    known = _columns(folder / "impressions/train")
+    wanted = dict.fromkeys([*_named(inputs_of(net)), *getattr(net, "TASKS", ("click",))])
+    if missing := [column for column in wanted if column not in known]:
+        hint = (
+            "name fields and numbers of the data under model in a configuration"
+            if hasattr(net, "numbers")
+            else ("deepfm and dcn take the fields and numbers that a configuration names")
+        )
+        raise ValueError(f"{name} takes the columns {missing}, which the data does not have. It has {known}; {hint}.")
+    paths = [SOURCES[name]] if name in SOURCES else []
+    paths += ["items.parquet", "shop.json"] if hasattr(net, "of_users") else []
+    if absent := [path for path in paths if not (folder / path).exists()]:
+        raise ValueError(f"{name} takes {absent}, which the data does not have; a shop and MovieLens do.")
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
@@ -155,6 +181,18 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
 def _unchanged(batch: Batch) -> Batch:
     return batch
+
+
+def _columns(source: Path) -> list[str]:
+    """Returns the columns of a folder of Parquet files."""
+    names: list[str] = pq.read_schema(min(source.glob("*.parquet"))).names
+    return names
+
+
+def _asked(source: Path, inputs: Sequence[str], more: Sequence[str] = LABELS) -> list[str]:
+    """Returns the columns of the inputs, and those of ``more`` that the files have."""
+    known = _columns(source)
+    return [*_named(inputs), *(name for name in more if name in known)]
 
 
 def _named(inputs: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,18 @@ import fleet
 HERE = Path(__file__).parent
 NAMES = ("deepfm", "dcn", "din", "esmm", "mmoe", "dssm", "word2vec", "sasrec")
 MODES = ("sync", "async", "geo", "hybrid")
-_KEYS = {"model", "tables", "sampling", "batch_size", "epochs", "optimizer", "modes", "k_steps", "shrink"}
+_KEYS = {
+    "model",
+    "tables",
+    "sampling",
+    "batch_size",
+    "epochs",
+    "optimizer",
+    "modes",
+    "k_steps",
+    "max_staleness",
+    "shrink",
+}
 _RULES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
@@ -37,7 +48,7 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--mode", choices=MODES, default="sync", help="of the servers (default: %(default)s)")
     parser.add_argument("--torch", action="store_true", help="plain torch in this process, without servers")
     parser.add_argument(
-        "--workers", type=positive_int, default=2, help="with --torch: workers whose batches make one step (default: 2)"
+        "--workers", type=positive_int, help="with --torch: workers whose batches make one step (default: 2)"
     )
     parser.add_argument("--data", help="what to train on, as sources.py names it (default: a small simulated shop)")
     parser.add_argument("--config", metavar="FILE", help="settings (default: configs/MODEL.yaml)")
@@ -52,14 +63,24 @@ def training_options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_options(description: str | None, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line, or of ``words``; what would be ignored ends the program."""
+    parser = training_options(description)
+    args = parser.parse_args(words)
+    if args.workers is not None and not args.torch:
+        parser.error("--workers goes with --torch: --worker_num of fleet.launch sets the workers of a job.")
+    args.workers = args.workers or 2
+    return args
+
+
 def read_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of the model in its mode.
 
     ``modes`` of a file overrides its other settings in the mode of that name; the command line overrides both.
     """
     path = Path(args.config) if args.config else HERE / "configs" / f"{args.model}.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    settings = {"tables": {}, "sampling": {}, "k_steps": 100, "shrink": False, **found}
+    found = _read_yaml(path)
+    settings = {"tables": {}, "sampling": {}, "k_steps": 100, "max_staleness": -1, "shrink": False, **found}
     settings |= settings.pop("modes", {}).get(args.mode, {})
     if unknown := sorted(settings.keys() - _KEYS):
         raise SystemExit(f"{path}: {unknown} are no settings; there are {sorted(_KEYS)}.")
@@ -70,6 +91,17 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
             settings[name] = getattr(args, name)
     settings["sampling"] = Sampling(**settings["sampling"])
     return settings
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    rule = "--config takes a YAML file of settings, such as a copy of one in " + str(HERE / "configs")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SystemExit(f"--config {str(path)!r} cannot be read: {error}. {rule}.") from None
+    if not isinstance(found, dict):
+        raise SystemExit(f"--config {str(path)!r} holds no settings, but {type(found).__name__}. {rule}.")
+    return found
 
 
 def make_optimizer(settings: Mapping[str, Any], net: nn.Module) -> torch.optim.Optimizer:

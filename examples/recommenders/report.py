@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ class Report:
     Args:
         args: the options.
         active: whether this process prints and writes.
+        total: returns the sums over all workers; without it, this process has all steps.
     """
 
-    def __init__(self, args: argparse.Namespace, *, active: bool = True) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        active: bool = True,
+        total: Callable[[list[float]], list[float]] = list,
+    ) -> None:
         self.args = args
         self.active = active
+        self.total = total
         self.steps = 0
         self.sum, self.count = 0.0, 0
         self.started_s = time.monotonic()
@@ -31,14 +40,15 @@ class Report:
         self.steps += 1
 
     def end_pass(self, number: int) -> None:
-        """Prints the mean loss since the last call.
+        """Prints the mean loss since the last call, over the steps of all workers; every worker calls it.
 
         Raises:
             ValueError: the pass had no batch.
         """
-        if not self.count:
+        losses, steps = self.total([self.sum, float(self.count)])
+        if not steps:
             raise ValueError("the pass had no batch: there are fewer rows than workers.")
-        self.line(f"TRAIN ---> pass: {number} loss: {self.sum / self.count:.6f}")
+        self.line(f"TRAIN ---> pass: {number} loss: {losses / steps:.6f}")
         self.sum, self.count = 0.0, 0
 
     def end(self, found: dict[str, dict[str, float]]) -> None:

@@ -17,6 +17,10 @@ from simulator.settings import Settings
 
 CACHE = Path(tempfile.gettempdir()) / f"fleet-recommenders-{os.getuid()}"
 _SIMULATED = "simulated"
+_SOURCES = (
+    "Write simulated, simulated:users=2000,seed=1, flights, a folder that simulate.py wrote, or a file or folder of "
+    "MovieLens or in Criteo's format."
+)
 
 
 def open_data(source: str, cache: Path = CACHE) -> Path:
@@ -25,15 +29,15 @@ def open_data(source: str, cache: Path = CACHE) -> Path:
     All workers of a job may call it at the same time: a folder appears there whole or not at all.
 
     Args:
-        source: a folder that ``simulate.py`` wrote; ``simulated``, or with sizes ``simulated:users=2000,seed=1``;
-            ``flights``; a file or folder of MovieLens or in Criteo's format.
+        source: a folder in the layout, as ``simulate.py`` writes it; ``simulated``, or with sizes
+            ``simulated:users=2000,seed=1``; ``flights``; a file or folder of MovieLens or in Criteo's format.
         cache: where folders are written.
 
     Raises:
         ValueError: there is no such source, or it is not in its format.
     """
     path = Path(source)
-    if (path / "shop.json").is_file():
+    if (path / "impressions" / "train").is_dir():
         return path
     name, _, sizes = source.partition(":")
     if name == _SIMULATED:
@@ -42,14 +46,16 @@ def open_data(source: str, cache: Path = CACHE) -> Path:
     if source == "flights":
         return _written(cache, source, lambda folder: write_clicks(source, folder))
     if not path.exists():
-        raise ValueError(
-            f"--data {source!r}: no such file or folder. Write simulated, simulated:users=2000,seed=1, flights, a "
-            "folder that simulate.py wrote, or a file or folder of MovieLens or in Criteo's format."
-        )
+        raise ValueError(f"--data {source!r}: no such file or folder. {_SOURCES}")
     ratings = ratings_file(path)
     if ratings is not None:
         return _written(cache, _state(ratings.parent), lambda folder: write_movielens(ratings, folder))
-    return _written(cache, _state(path), lambda folder: write_clicks(source, folder))
+    try:
+        return _written(cache, _state(path), lambda folder: write_clicks(source, folder))
+    except ValueError as error:
+        raise ValueError(
+            f"--data {source!r} is not in Criteo's format, and nothing else was found: {error} {_SOURCES}"
+        ) from None
 
 
 def _settings(sizes: str) -> Settings:

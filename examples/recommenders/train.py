@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from evaluation import evaluate
-from feeds import Feed, held_out, inputs_of, moved
+from feeds import Feed, check_data, held_out, inputs_of, moved
 from models import MODELS
 from models.parts import Vectors
-from options import make_optimizer, read_settings, training_options
+from options import make_optimizer, parse_options, read_settings
 from report import Report
 from sources import open_data
 from tables import Tables
@@ -28,7 +28,7 @@ SHOP = "simulated:users=4000,items=3000,days=5,impressions=300000"
 
 def main() -> None:
     """Runs this process's part."""
-    args = training_options(__doc__).parse_args()
+    args = parse_options(__doc__)
     settings = read_settings(args)
     if args.torch:
         train_alone(args, settings)
@@ -38,23 +38,25 @@ def main() -> None:
 
 def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Serves the rows, or trains; the first worker prints."""
+    role = fleet.PaddleCloudRoleMaker(is_collective=False)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
-    strategy.a_sync_configs = {"k_steps": settings["k_steps"] if args.mode == "geo" else 0}
-    fleet.init(strategy=strategy)
+    kept = {"async": ("max_staleness",), "geo": ("k_steps",)}.get(args.mode, ())
+    strategy.a_sync_configs = {name: settings[name] for name in kept}
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
+        strategy.hybrid_configs = {"dp_degree": role.worker_num()}
+    fleet.init(role, strategy=strategy)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
         return
     folder = open_shop(args.data)
-    net = make_net(args, settings).to(DEVICE)
+    net = make_net(args, settings, folder).to(DEVICE)
     optimizer = fleet.distributed_optimizer(make_optimizer(settings["optimizer"], net), strategy)
     model = fleet.distributed_model(net)
     fleet.init_worker()
     feed = make_feed(args, settings, folder, net, None)
-    report = Report(args, active=fleet.is_first_worker())
+    report = Report(args, active=fleet.is_first_worker(), total=fleet.util.all_reduce)
     batches = fleet.prefetch(feed)
     for epoch in range(settings["epochs"]):
         feed.begin(epoch)
@@ -77,23 +79,27 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
 
 
 def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Trains in plain torch: each step takes the mean loss of the batches that the workers of a job would have."""
+    """Trains in plain torch: each step takes the batches that the workers of a job would have.
+
+    Their losses are averaged, and added for geo: there all that each worker has learned reaches the servers over time.
+    """
     folder = open_shop(args.data)
-    net = make_net(args, settings).to(DEVICE)
+    net = make_net(args, settings, folder).to(DEVICE)
     optimizer = make_optimizer(settings["optimizer"], net)
     feeds = [make_feed(args, settings, folder, net, (number, args.workers)) for number in range(args.workers)]
     report = Report(args)
+    share = 1.0 if args.mode == "geo" else 1 / args.workers
     for epoch in range(settings["epochs"]):
         for feed in feeds:
             feed.begin(epoch)
         net.train()
         for batches in zip(*feeds, strict=True):
             there = [moved(batch, DEVICE) for batch in batches]
-            loss = sum(net.loss(net(batch), batch) for batch in there) / len(there)
-            loss.backward()
+            loss = sum(net.loss(net(batch), batch) for batch in there)
+            (share * loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-            report.add(loss.item())
+            report.add(loss.item() / len(there))
         report.end_pass(epoch)
     fleet.init(is_collective=True)  # fleet.metrics takes the workers of a job: here, this process
     report.end(evaluate(net, folder, DEVICE))
@@ -102,17 +108,23 @@ def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 def open_shop(given: str | None) -> Path:
     """Returns the folder of the data; without one, a small shop is simulated, once."""
     try:
-        return open_data(given or SHOP)
+        return open_data(SHOP if given is None else given)
+    except OSError as error:
+        raise SystemExit(f"--data {given!r} cannot be read: {error}.") from None
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
 
-def make_net(args: argparse.Namespace, settings: dict[str, Any]) -> Any:
-    """Returns the model, with the same weights in every process."""
+def make_net(args: argparse.Namespace, settings: dict[str, Any], folder: Path) -> Any:
+    """Returns the model, with the same weights in every process; ends the script where the data does not suit it."""
     torch.manual_seed(args.seed)
     tables = Tables(settings["tables"], local=args.torch)
     net = MODELS[args.model](tables, **settings["model"])
     tables.check()
+    try:
+        check_data(args.model, net, folder)
+    except ValueError as error:
+        raise SystemExit(f"--data {args.data or SHOP}: {error}") from None
     return net
 
 

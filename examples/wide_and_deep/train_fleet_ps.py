@@ -28,12 +28,13 @@ def main() -> None:
     parser.add_argument("--k-steps", type=int, default=100, help="steps between exchanges of geo (default: 100)")
     parser.add_argument("--save", metavar="DIR", help="write the rows and the network here at the end")
     args = parser.parse_args()
+    role = fleet.PaddleCloudRoleMaker(is_collective=False)
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
     strategy.a_sync_configs = {"k_steps": args.k_steps if args.mode == "geo" else 0}
-    fleet.init(strategy=strategy)
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": fleet.worker_num()}
+        strategy.hybrid_configs = {"dp_degree": role.worker_num()}
+    fleet.init(role, strategy=strategy)
     if fleet.is_server():  # it needs neither data nor model: the workers say which tables there are
         fleet.init_server()
         fleet.run_server()

@@ -41,7 +41,7 @@ class StatAuc:
 
     Args:
         bins: number of equal parts of [0, 1]; predictions in one part count as ties. ``None`` compares predictions as
-            float32.
+            float32; they are probabilities all the same, and scores of any range are refused: give their sigmoid.
 
     Example:
         >>> stat = fleet.metrics.StatAuc()
@@ -64,7 +64,8 @@ class StatAuc:
             label: N labels, 0 or 1.
 
         Raises:
-            ConfigError: shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
+            ConfigError: shapes that do not match, what is no real number, a prediction outside [0, 1], a label other
+                than 0 and 1.
         """
         scores, labels = checked_batch("StatAuc.update", pred, label)
         places = places_of(scores, self.bins)
@@ -90,7 +91,7 @@ class StatAuc:
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's counts as tensors, for ``fleet.save``."""
         if self.bins is None:
-            return self._cells.state(None)
+            return self._cells.state(self, None)
         # Copies: from_numpy() shares memory, and later batches would change a state that is being saved.
         return {"stat_pos": torch.from_numpy(self.stat_pos.copy()), "stat_neg": torch.from_numpy(self.stat_neg.copy())}
 
@@ -165,7 +166,7 @@ class StatGauc:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's samples as tensors, for ``fleet.save`` and ``fleet.checkpoint``."""
-        return self._cells.state(self.bins)
+        return self._cells.state(self, self.bins)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads samples; raises CheckpointError when they were made with a different number of bins."""

@@ -56,18 +56,19 @@ class CountedCells:
             self._num_new = 0
         return self._cells
 
-    def state(self, bins: int | None) -> dict[str, Any]:
-        """Returns a state of the cells as tensors, with the number of bins that made the places."""
-        return {"bins": bins, "cells": torch.from_numpy(self.merged().copy())}
+    def state(self, stat: object, bins: int | None) -> dict[str, Any]:
+        """Returns a state of the cells of ``stat`` as tensors, with the number of bins that made the places."""
+        return {"metric": type(stat).__name__, "bins": bins, "cells": torch.from_numpy(self.merged().copy())}
 
     def load(self, stat: object, state: Mapping[str, Any], bins: int | None) -> None:
         """Loads a state of the metric ``stat``; raises CheckpointError for one of other bins or another metric."""
         check_state(stat, state, "bins", "cells")
         cells = np.array(host_array(state["cells"]), np.int64)
-        if state["bins"] != bins or cells.ndim != 2 or len(cells) != self.num_keys + 2:
-            name = type(stat).__name__
+        name = type(stat).__name__
+        writer = state.get("metric", name)  # states of earlier versions do not say it
+        if writer != name or state["bins"] != bins or cells.ndim != 2 or len(cells) != self.num_keys + 2:
             raise CheckpointError(
-                f"{name}(bins={bins}) cannot load samples of bins={state['bins']} and shape {cells.shape}."
+                f"{name}(bins={bins}) cannot load samples of {writer}(bins={state['bins']}), of shape {cells.shape}."
             )
         self.clear()
         self._cells = cells

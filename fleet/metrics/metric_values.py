@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def checked_batch(call: str, pred: Any, label: Any) -> tuple[Array, Array]:
     """Returns the probabilities (float64) and labels of one batch, both flat.
 
-    Raises ConfigError for shapes that do not match, a prediction outside [0, 1], a label other than 0 and 1.
+    Raises ConfigError for shapes that do not match, what is no number, a prediction outside [0, 1], a label other than
+    0 and 1.
     """
-    scores = np.asarray(host_array(pred), np.float64)
+    scores = numbers_of(f"{call}(pred)", pred)
     scores = scores[:, 1] if scores.ndim == 2 and scores.shape[1] == 2 else scores.reshape(-1)
-    labels = np.asarray(host_array(label)).reshape(-1)
+    labels = numbers_of(f"{call}(label)", label).reshape(-1)
     if scores.shape != labels.shape:
         raise ConfigError(f"{call}(): {scores.size} predictions and {labels.size} labels.")
     if not bool(np.all((scores >= 0.0) & (scores <= 1.0))):
@@ -43,9 +44,25 @@ def places_of(scores: Array, bins: int | None) -> Array:
     return (scores.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
 
 
+def array_of(argument: str, value: Any) -> Array:
+    """Returns a tensor, an array or lists as an array; raises ConfigError for lists of different lengths."""
+    try:
+        return np.asarray(host_array(value))
+    except ValueError:
+        raise ConfigError(f"{argument}: takes rows of one length; some are shorter than others.") from None
+
+
+def numbers_of(argument: str, values: Any) -> Array:
+    """Returns real numbers as float64 of their shape; raises ConfigError for anything else."""
+    array = array_of(argument, values)
+    if array.dtype.kind not in "biuf" and array.size:
+        raise ConfigError(f"{argument}: takes real numbers, got dtype {array.dtype}.")
+    return array.astype(np.float64)
+
+
 def ids_of(argument: str, ids: Any) -> Array:
     """Returns ids as int64 of their shape, unsigned ones by their bits; raises ConfigError for what are no integers."""
-    array = np.asarray(host_array(ids))
+    array = array_of(argument, ids)
     if array.dtype.kind not in "iu" and array.size:
         raise ConfigError(f"{argument}: ids are integers, got dtype {array.dtype}. Hash texts before.")
     return array.astype(np.uint64).view(np.int64) if array.dtype.kind == "u" else array.astype(np.int64)

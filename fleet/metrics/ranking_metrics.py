@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet.common.whole_numbers import count_of
 from fleet.errors import ConfigError
-from fleet.metrics.metric_values import host_array, ids_of, reduced, util_of
+from fleet.metrics.metric_values import array_of, ids_of, numbers_of, reduced, util_of
 from fleet.metrics.worker_sums import WorkerSums
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class _StatTopK(WorkerSums):
             relevance: of each candidate, shape (N, candidates): 0 or 1, for nDCG any number from 0 up.
 
         Raises:
-            ConfigError: shapes that do not match, a score of nan, a relevance out of its range.
+            ConfigError: shapes that do not match, what is no real number, a score of nan, a relevance out of its range.
         """
         call = f"{type(self).__name__}.update"
-        ranked, relevant = (np.asarray(host_array(value), np.float64) for value in (scores, relevance))
+        ranked, relevant = numbers_of(f"{call}(scores)", scores), numbers_of(f"{call}(relevance)", relevance)
         if ranked.ndim != 2 or ranked.shape != relevant.shape:
             raise ConfigError(
                 f"{call}(): scores {ranked.shape} and relevance {relevant.shape} have one shape, (queries, candidates)."
@@ -57,21 +57,24 @@ class _StatTopK(WorkerSums):
     def update_ids(self, ranked: Any, relevant: Any) -> None:
         """Counts queries whose answers are ids, best first, as an index of vectors returns them.
 
+        A signed -1 is padding in both: never a hit, and not counted as relevant.
+
         Args:
-            ranked: integer ids, shape (N, at least k); ranks after the k-th do not count. An index that finds fewer
-                fills up with an id that is never relevant, such as -1.
-            relevant: the relevant ids, each of relevance 1: N ids for one a query, or a tuple (ids, offsets) whose
-                offsets, shape (N + 1), say where in ``ids`` each query begins and the last ends.
+            ranked: integer ids, shape (N, at least k); ranks after the k-th do not count. Padding fills up an answer of
+                fewer.
+            relevant: the relevant ids, each of relevance 1: N ids for one a query; a list of N lists of any lengths; an
+                array of shape (N, most) with padding; or a tuple (ids, offsets) whose offsets, shape (N + 1), say
+                where in ``ids`` each query begins and the last ends.
 
         Raises:
             ConfigError: shapes that do not match, ids that are no integers, fewer than k ranks, a relevant id at two
                 ranks of one query.
         """
         call = f"{type(self).__name__}.update_ids"
-        answers = ids_of(f"{call}(ranked)", ranked)
+        answers, padding = _padded_ids(f"{call}(ranked)", ranked)
         if answers.ndim != 2 or answers.shape[1] < self.k:
             raise ConfigError(f"{call}(ranked): shape {answers.shape}; k={self.k} takes (queries, at least {self.k}).")
-        hits, totals = _hits(call, answers[:, : self.k], relevant)
+        hits, totals = _hits(call, answers[:, : self.k], padding[:, : self.k], relevant)
         ideal = np.arange(self.k) < totals[:, None]
         self._count(hits.astype(np.float64), ideal.astype(np.float64), totals.astype(np.float64))
 
@@ -159,7 +162,7 @@ def _expected_gains(scores: Array, relevance: Array) -> Array:
     return np.repeat(means, sizes).reshape(scores.shape)
 
 
-def _hits(call: str, ranked: Array, relevant: Any) -> tuple[Array, Array]:
+def _hits(call: str, ranked: Array, padding: Array, relevant: Any) -> tuple[Array, Array]:
     """Returns which ranked ids are relevant, bool [N, k], and the number of relevant ids of each query [N]."""
     ids, queries = _relevant_pairs(call, len(ranked), relevant)
     numbers, places = np.unique(np.concatenate([ids, ranked.reshape(-1)]), return_inverse=True)
@@ -167,7 +170,7 @@ def _hits(call: str, ranked: Array, relevant: Any) -> tuple[Array, Array]:
     keys = rows * np.int64(len(numbers)) + places
     wanted = np.unique(keys[: len(ids)])
     answers = keys[len(ids) :]
-    hits = np.isin(answers, wanted)
+    hits = np.isin(answers, wanted) & ~padding.reshape(-1)
     if len(np.unique(answers[hits])) < hits.sum():
         raise ConfigError(f"{call}(ranked): a relevant id stands at two ranks of one query.")
     totals = np.bincount(wanted // max(1, len(numbers)), minlength=len(ranked))
@@ -175,15 +178,41 @@ def _hits(call: str, ranked: Array, relevant: Any) -> tuple[Array, Array]:
 
 
 def _relevant_pairs(call: str, count: int, relevant: Any) -> tuple[Array, Array]:
-    """Returns the relevant ids and the query of each."""
-    ids, offsets = relevant if isinstance(relevant, tuple) else (relevant, np.arange(count + 1))
-    ids, offsets = ids_of(f"{call}(relevant)", ids), ids_of(f"{call}(relevant)", offsets)
+    """Returns the relevant ids, without padding, and the query of each."""
+    argument = f"{call}(relevant)"
+    ids, padding, offsets = _relevant_ids(argument, count, relevant)
     if ids.ndim != 1 or offsets.shape != (count + 1,) or offsets[0] != 0 or offsets[-1] != len(ids):
         raise ConfigError(
-            f"{call}(relevant): {count} queries take {count} ids, or a tuple of ids and {count + 1} offsets from 0 to "
-            f"the number of ids; got ids {ids.shape} and offsets {offsets.shape}."
+            f"{argument}: {count} queries take {count} ids, {count} lists of ids, or a tuple of ids and {count + 1} "
+            f"offsets from 0 to the number of ids; got ids {ids.shape} and offsets {offsets.shape}."
         )
     lengths = np.diff(offsets)
     if bool((lengths < 0).any()):
-        raise ConfigError(f"{call}(relevant): offsets never fall; some do.")
-    return ids, np.repeat(np.arange(count), lengths)
+        raise ConfigError(f"{argument}: offsets never fall; some do.")
+    return ids[~padding], np.repeat(np.arange(count), lengths)[~padding]
+
+
+def _relevant_ids(argument: str, count: int, relevant: Any) -> tuple[Array, Array, Array]:
+    """Returns the relevant ids, which of them are padding, and where each query begins and the last ends."""
+    if isinstance(relevant, tuple):
+        if len(relevant) != 2:
+            raise ConfigError(f"{argument}: a tuple is (ids, offsets), got {len(relevant)} parts; lists go in a list.")
+        ids, offsets = relevant
+        return *_padded_ids(argument, ids), ids_of(argument, offsets)
+    if isinstance(relevant, list) and any(hasattr(one, "__len__") for one in relevant):
+        lists = [_padded_ids(argument, one) for one in relevant]
+        if any(ids.ndim > 1 for ids, _ in lists):
+            raise ConfigError(f"{argument}: takes a list of ids for each query; some are lists of lists.")
+        ids, padding = (np.concatenate([np.ravel(part) for part in parts]) for parts in zip(*lists, strict=True))
+        return ids, padding, np.cumsum([0, *(one.size for one, _ in lists)])
+    ids, padding = _padded_ids(argument, relevant)
+    if ids.ndim == 2:
+        return ids.reshape(-1), padding.reshape(-1), np.arange(len(ids) + 1) * ids.shape[1]
+    return ids, padding, np.arange(count + 1)
+
+
+def _padded_ids(argument: str, ids: Any) -> tuple[Array, Array]:
+    """Returns ids as int64, and which of them are padding: -1, but no unsigned id of the same bits."""
+    array = array_of(argument, ids)
+    found = ids_of(argument, array)
+    return found, (found == -1) & (array.dtype.kind != "u")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_price, perceptron
+from models.parts import FIELDS, NUMBERS, Batch, Fields, Table, click_loss, log_numbers, perceptron
 
 
 class DCN(nn.Module):
@@ -19,10 +19,11 @@ class DCN(nn.Module):
         crosses: number of cross layers.
         rank: ``W`` is the product of two matrices of this rank; ``None`` for a whole matrix.
         layers: sizes of the hidden layers.
+        fields: columns of ids.
+        numbers: columns of numbers, at least one.
     """
 
     TASKS = ("click",)
-    INPUTS = (*FIELDS, "price")
 
     def __init__(
         self,
@@ -31,17 +32,21 @@ class DCN(nn.Module):
         crosses: int = 2,
         rank: int | None = None,
         layers: Sequence[int] = (64, 32),
+        fields: Sequence[str] = FIELDS,
+        numbers: Sequence[str] = NUMBERS,
     ) -> None:
         super().__init__()
-        width = len(FIELDS) * dim + 1
-        self.fields = Fields(table, dim)
+        width = len(fields) * dim + len(numbers)
+        self.INPUTS = (*fields, *numbers)
+        self.numbers = tuple(numbers)
+        self.fields = Fields(table, dim, fields)
         self.crosses = nn.ModuleList(_weight(width, rank) for _ in range(crosses))
         self.deep = nn.Sequential(perceptron(width, layers[:-1], layers[-1]), nn.ReLU())
         self.out = nn.Linear(width + layers[-1], 1)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the logits of ``click`` [batch]."""
-        start = torch.cat([self.fields(batch).flatten(1), log_price(batch)], 1)
+        start = torch.cat([self.fields(batch).flatten(1), log_numbers(batch, self.numbers)], 1)
         crossed = start
         for weight in self.crosses:
             crossed = start * weight(crossed) + crossed

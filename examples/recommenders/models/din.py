@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_price, owners, perceptron
+from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_numbers, owners, perceptron
 
 
 class DIN(nn.Module):
@@ -39,7 +39,7 @@ class DIN(nn.Module):
         target = torch.cat([rows[:, 1], rows[:, 2]], 1)  # item and category
         seen = torch.cat([tables["item"](history), tables["category"](batch["history_category"])], 1)
         interest = self.interest(target, seen, history, owners(history, batch["history.offsets"]))
-        inputs = [rows.flatten(1), interest, interest * target, log_price(batch)]
+        inputs = [rows.flatten(1), interest, interest * target, log_numbers(batch)]
         return {"click": self.deep(torch.cat(inputs, 1)).squeeze(1)}
 
     def interest(self, target: Tensor, seen: Tensor, history: Tensor, owner: Tensor) -> Tensor:

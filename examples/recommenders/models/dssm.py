@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from models.parts import Batch, Fields, Table, log_price, mean_rows, perceptron
+from models.parts import Batch, Fields, Table, log_numbers, mean_rows, perceptron
 
 ITEM_COLUMNS = ("item", "category", "brand", "price")
 
@@ -39,7 +39,7 @@ class ItemTower(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Returns float32 [batch, width] of length 1."""
-        return normalize(self.deep(torch.cat([self.fields(batch).flatten(1), log_price(batch)], 1)))
+        return normalize(self.deep(torch.cat([self.fields(batch).flatten(1), log_numbers(batch)], 1)))
 
 
 class DSSM(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_price, perceptron
+from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_numbers, perceptron
 
 
 class ESMM(nn.Module):
@@ -34,7 +34,7 @@ class ESMM(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the logits of ``click`` and of ``purchase`` (click and purchase), each [batch]."""
-        inputs = torch.cat([self.fields(batch).flatten(1), log_price(batch)], 1)
+        inputs = torch.cat([self.fields(batch).flatten(1), log_numbers(batch)], 1)
         click, conversion = self.click(inputs).squeeze(1), self.conversion(inputs).squeeze(1)
         # In logarithms, so that small products keep their digits: logit(p) = log p - log(1 - p).
         product = logsigmoid(click) + logsigmoid(conversion)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_price, perceptron
+from models.parts import FIELDS, Batch, Fields, Table, click_loss, log_numbers, perceptron
 
 
 class MMoE(nn.Module):
@@ -41,7 +41,7 @@ class MMoE(nn.Module):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the logits of each task [batch]."""
-        inputs = torch.cat([self.fields(batch).flatten(1), log_price(batch)], 1)
+        inputs = torch.cat([self.fields(batch).flatten(1), log_numbers(batch)], 1)
         found = torch.stack([expert(inputs) for expert in self.experts], 1)  # [batch, experts, width]
         logits = {}
         for task, tower in self.towers.items():

@@ -17,6 +17,7 @@ Batch = Mapping[str, Tensor]
 Table = Callable[[str, int], nn.Module]
 
 FIELDS = ("user", "item", "category", "brand", "age", "hour", "position")
+NUMBERS = ("price",)
 
 
 class Fields(nn.Module):
@@ -64,9 +65,10 @@ def perceptron(inputs: int, layers: Sequence[int], outputs: int = 1) -> nn.Seque
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], outputs))
 
 
-def log_price(batch: Batch) -> Tensor:
-    """Returns the logarithm of 1 + price, [batch, 1]."""
-    return torch.log1p(batch["price"])[:, None]
+def log_numbers(batch: Batch, names: Sequence[str] = NUMBERS) -> Tensor:
+    """Returns the logarithm of 1 + each number, by its size with its sign, [batch, names]."""
+    values = torch.stack([batch[name] for name in names], 1)
+    return values.sign() * values.abs().log1p()
 
 
 def owners(flat: Tensor, offsets: Tensor) -> Tensor:

@@ -261,7 +261,7 @@ class SparseEmbedding(WatchesWeight):
         """Returns the rows of ``ids`` as they are now, float32 [..., dim], without recording gradients."""
         bags = bags_of(ids.reshape(-1), None, "none", 1)
         with torch.no_grad():
-            return self._combined(self._present(bags, bags.ids)).view(*ids.shape, -1)
+            return self._combined(self._present(bags, bags.ids)).view(*ids.shape, self.dim)
 
     def extra_repr(self) -> str:
         """Returns the main arguments."""

@@ -81,7 +81,6 @@ class Reader:
         version: str | Version | None = None,
     ) -> None:
         self._label = f"fleet.ps.Reader({without_password(str(source))!r})"
-        self._remote: RedisRows | ServerRows | None = None
         self._refreshing = threading.Lock()
         self._follower = FollowThread(
             self._refresh,
@@ -92,26 +91,10 @@ class Reader:
         )
         self._brake = FollowThread(self._turn, f"{self._label} does not turn", "fleet-reader brake")
         self._is_closed = False
-        is_address = isinstance(source, str) and "://" in source
-        _check_job_and_version(self._label[:-1], job, version, is_address=is_address)
-        if isinstance(source, str) and source.startswith(SCHEME):
-            endpoints = read_endpoints(source)
-            access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
-            self._remote = ServerRows(source, endpoints, access)
-            return
-        _check_wire(self._label[:-1], wire)
-        if isinstance(source, str) and source.startswith(_REMOTE):
-            self._remote = RedisRows(source, job)
-            return
-        if not isinstance(source, str | Path) or is_address or source in ("", "folder:"):
-            raise ConfigError(
-                f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or "
-                "ps://host:36001."
-            )
-        if job is not None:
-            raise ConfigError(f"{self._label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
-        self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")), version)
-        self._files.refresh()
+        self._remote = _remote_of(self._label, source, job, wire, version)
+        if self._remote is None:
+            self._files = _open_folder(self._label, Path(str(source).removeprefix("folder:")), version)
+            self._files.refresh()
 
     @property
     def tables(self) -> dict[str, int]:
@@ -326,22 +309,36 @@ class Reader:
             self._files.turn()
 
 
-def _check_job_and_version(call: str, job: object, version: object, *, is_address: bool) -> None:
+def _remote_of(
+    label: str, source: object, job: object, wire: str, version: str | Version | None
+) -> RedisRows | ServerRows | None:
+    """Returns what looks rows up in Redis or on servers; None for a folder. Refuses arguments that do not fit."""
     if job is not None and not (isinstance(job, str) and job):
-        raise ConfigError(f"{call}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
+        raise ConfigError(f"{label[:-1]}, job={job!r}) takes the name of a job (PADDLE_JOB_ID), or None.")
+    is_address = isinstance(source, str) and "://" in source
     if version is not None and is_address:
         raise ConfigError(
-            f"{call}, version={version!r}): Redis and servers have the newest rows alone; versions are in the folder "
-            "of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
+            f"{label[:-1]}, version={version!r}): Redis and servers have the newest rows alone; versions are "
+            "in the folder of fleet.ps.publish. Read that folder, or bring the servers back with fleet.load_model."
         )
-
-
-def _check_wire(call: str, wire: str) -> None:
+    if isinstance(source, str) and source.startswith(SCHEME):
+        endpoints = read_endpoints(source)
+        access = import_module(_ACCESS).read_access(endpoints, job, check_wire(wire))
+        return ServerRows(source, endpoints, access)
     if check_wire(wire) != "float32":
         raise ConfigError(
-            f"{call}, wire={wire!r}): files and Redis hold rows in the form in which they were published (values=). "
-            "Omit wire=."
+            f"{label[:-1]}, wire={wire!r}): files and Redis hold rows in the form in which they were "
+            "published (values=). Omit wire=."
         )
+    if isinstance(source, str) and source.startswith(_REMOTE):
+        return RedisRows(source, job)
+    if not isinstance(source, str | Path) or is_address or source in ("", "folder:"):
+        raise ConfigError(
+            f"fleet.ps.Reader({source!r}) takes a folder, or an address such as redis://host:6379/0 or ps://host:36001."
+        )
+    if job is not None:
+        raise ConfigError(f"{label[:-1]}, job={job!r}): a folder has the rows of one job. Omit job=.")
+    return None
 
 
 def _open_folder(label: str, folder: Path, version: str | Version | None) -> DeltaRows | SavedRows:

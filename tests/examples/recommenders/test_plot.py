@@ -39,6 +39,13 @@ def test_results_are_appended_and_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+def test_the_loss_of_a_pass_is_the_mean_over_all_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    made = report.Report(args(None), total=lambda own: [own[0] + 2.5, own[1] + 1])
+    made.add(0.5)
+    made.end_pass(0)
+    assert capsys.readouterr().out == "TRAIN ---> pass: 0 loss: 1.500000\n"
+
+
 def test_other_workers_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = report.Report(args(tmp_path / "h.jsonl"), active=False)
     with pytest.raises(ValueError, match="no batch"):

@@ -54,10 +54,11 @@ def in_plain_torch(name: str, rule: Any) -> Any:
 
 def trained(name: str, mode: str, rule: Any, then: Any = None) -> list[Any]:
     """Trains on servers; returns the outputs of each worker's model for one more batch."""
-    strategy = strategy_of(mode, WORKERS)
+    workers = 1 if mode == "hybrid" else WORKERS  # threads have no rendezvous; test_train.py has two processes
+    strategy = strategy_of(mode, workers)
 
     def work(own: Fleet, rank: int) -> Any:
-        own_strategy = strategy_of(mode, WORKERS)
+        own_strategy = strategy_of(mode, workers)
         net = made(name, local=False)
         optimizer = own.distributed_optimizer(rule(net.parameters()), own_strategy)
         model = own.distributed_model(net)
@@ -77,7 +78,7 @@ def trained(name: str, mode: str, rule: Any, then: Any = None) -> list[Any]:
         own.stop_worker()
         return losses, found
 
-    return run_job(work, num_workers=WORKERS, strategy=strategy)
+    return run_job(work, num_workers=workers, strategy=strategy)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

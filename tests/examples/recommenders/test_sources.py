@@ -51,6 +51,12 @@ def test_a_source_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_folder_that_holds_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(ValueError, match=rf"--data '{tmp_path}' is not in Criteo's format.*Write simulated"):
+        opened(tmp_path, tmp_path / "cache")
+
+
 def test_files_in_criteos_format(tmp_path: Path) -> None:
     path = write_criteo(tmp_path / "part-0", 50)
     path.write_text(path.read_text() + criteo_line(1, ["3"], ["aa"]))

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import fleet
-from tests.examples.recommenders.example import EXAMPLE, example_module
+from tests.examples.recommenders.example import EXAMPLE, example_module, only_this_example
 from tests.examples.recommenders.small_models import alone, metrics, served
 from tests.examples.scripts import train
 
+cli = example_module("options")
 feeds = example_module("feeds")
 models = example_module("models")
+script = example_module("train")
 NAMES = sorted(models.MODELS)
 LIMIT_S = 240.0
 
@@ -39,11 +41,30 @@ def test_two_workers_reach_what_plain_torch_does(folder: Path, tmp_path: Path, n
     assert {metric: records[1][metric] for metric in found} == found
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_plain_torch_adds_the_losses_of_geo(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for mode, lr, table_lr in (("geo", 0.1, 1.0), ("sync", 0.2, 2.0), ("sync", 0.1, 1.0)):
+        path = tmp_path / f"{mode}-{lr}.yaml"
+        path.write_text(
+            f"model: {{}}\nbatch_size: 64\nepochs: 1\noptimizer: {{name: sgd, lr: {lr}, table_lr: {table_lr}}}\n"
+        )
+        words = ["--torch", *options(folder, "deepfm", "--mode", mode, "--config", str(path))]
+        args = cli.training_options("").parse_args(words)
+        with only_this_example():
+            script.train_alone(args, cli.read_settings(args))
+        found.append(metrics(capsys.readouterr().out)["auc_click"]["model"])
+    assert found[0] == pytest.approx(found[1], abs=2e-5)
+    assert found[0] != pytest.approx(found[2], abs=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "geo", "hybrid"])
 def test_each_mode_ranks_better_than_popularity(folder: Path, tmp_path: Path, mode: str) -> None:
     given = ("--data", str(folder), "--model", "deepfm", "--mode", mode)
-    found = metrics(train(served(*given), tmp_path, LIMIT_S))["auc_click"]
+    output = train(served(*given), tmp_path, LIMIT_S)
+    assert "no longer has an effect" not in output
+    found = metrics(output)["auc_click"]
     assert found["popularity"] < found["model"] < found["best"]
 
 

@@ -92,6 +92,7 @@ def test_servers_learn_a_file(tmp_path: Path, mode: str) -> None:
     path = write_criteo(tmp_path / "part-0", 1000)
     options = ("--data", str(path), "--mode", mode, "--k-steps", "5", "--save", str(tmp_path / "model"), *SMALL)
     output = train(served(*options), tmp_path)
+    assert "no longer has an effect" not in output
     assert losses(output)[-1] < losses(output)[0]
     assert aucs(output)[-1] > 0.7
     assert any((tmp_path / "model").rglob("*"))

@@ -212,14 +212,20 @@ def test_a_state_goes_on(make: Any) -> None:
 
 
 def test_states_of_other_settings_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"StatGauc\(bins=8\) cannot load samples of bins=None"):
+    with pytest.raises(CheckpointError, match=r"StatGauc\(bins=8\) cannot load samples of StatGauc\(bins=None\)"):
         metrics.StatGauc(bins=8).load_state_dict(metrics.StatGauc().state_dict())
     with pytest.raises(CheckpointError, match=r"StatAuc loads its own state_dict\(\), got the keys \['stat_neg', 'sta"):
         metrics.StatAuc(bins=None).load_state_dict(metrics.StatAuc().state_dict())
     with pytest.raises(CheckpointError, match=r"StatAuc loads its own state_dict\(\), got the keys \['bins', 'cells'"):
         metrics.StatAuc().load_state_dict(metrics.StatAuc(bins=None).state_dict())
-    with pytest.raises(CheckpointError, match=r"StatAuc\(bins=None\) cannot load samples of bins=None and shape \(4"):
+    with pytest.raises(CheckpointError, match=r"StatAuc\(bins=None\) cannot load samples of StatGauc\(bins=None\)"):
         metrics.StatAuc(bins=None).load_state_dict(metrics.StatGauc().state_dict())
+    with pytest.raises(CheckpointError, match=r"StatGauc\(bins=None\) cannot load samples of StatAuc\(bins=None\)"):
+        metrics.StatGauc().load_state_dict(metrics.StatAuc(bins=None).state_dict())
+    unnamed = {name: value for name, value in metrics.StatGauc().state_dict().items() if name != "metric"}
+    metrics.StatGauc().load_state_dict(unnamed)  # of an earlier version
+    with pytest.raises(CheckpointError, match=r"of shape \(4, 0\)"):
+        metrics.StatAuc(bins=None).load_state_dict(unnamed)
     with pytest.raises(CheckpointError, match=r"StatCalibration cannot load sums of StatCalibration and shape \(3,\)"):
         metrics.StatCalibration(bins=2).load_state_dict(metrics.StatCalibration().state_dict())
     with pytest.raises(CheckpointError, match="cannot load batches of 8 bins"):
@@ -260,6 +266,8 @@ def test_refusals() -> None:
         stat.update([1, 2], [0.5], [1])
     with pytest.raises(ConfigError, match=r"StatGauc.update\(pred\): predictions are probabilities"):
         stat.update([1], [1.5], [1])
+    with pytest.raises(ConfigError, match=r"StatGauc.update\(user\): takes rows of one length"):
+        stat.update([[1], [1, 2]], [0.5], [1])
     others = (metrics.StatAuc(None), metrics.StatLogLoss(), metrics.StatCalibration(), metrics.StatWindowedAuc(1))
     for other in others:
         with pytest.raises(ConfigError, match="labels are 0 or 1"):

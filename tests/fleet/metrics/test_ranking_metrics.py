@@ -101,6 +101,34 @@ def test_an_index_that_fills_up_and_unsigned_ids() -> None:
     assert other.value(util=UTIL) == 1.0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_neither_a_hit_nor_relevant(kind: Any) -> None:
+    stat = kind(2)
+    stat.update_ids([[7, -1]], ([-1], [0, 1]))
+    stat.update_ids(torch.tensor([[7, -1]]), torch.tensor([-1]))
+    assert stat.sums.tolist() == [2.0, 0.0]
+    padded, without = kind(2), kind(2)
+    padded.update_ids([[7, 8, -1], [5, -1, -1]], np.array([[7, 9, -1], [5, -1, -1]]))
+    without.update_ids([[7, 8, 0], [5, 0, 0]], ([7, 9, 5], [0, 2, 3]))
+    assert padded.value(util=UTIL) == without.value(util=UTIL) > 0
+
+
+@pytest.mark.parametrize(
+    "relevant",
+    [
+        [[7, 9], [6], []],
+        [torch.tensor([7, 9]), np.array([6]), np.zeros(0)],
+        [[7, 9, -1], [6], [-1]],
+        [[7, 9], [6, -1], [-1, -1]],
+        torch.tensor([[7, 9], [6, -1], [-1, -1]]),
+    ],
+)
+def test_relevant_ids_as_a_list_for_each_query(relevant: Any) -> None:
+    stat = metrics.StatRecall(k=2)
+    stat.update_ids([[7, 8, 9], [5, 6, 7], [1, 2, 3]], relevant)
+    assert stat.value(util=UTIL) == 0.5
+
+
 def test_a_model_of_one_score_gets_what_chance_gets() -> None:
     relevance = np.zeros((1, 100))
     relevance[0, 0] = 1
@@ -158,7 +186,14 @@ def test_a_state_goes_on(kind: Any) -> None:
         (lambda stat: stat.update_ids([[1]], [1]), r"shape \(1, 1\); k=2 takes \(queries, at least 2\)"),
         (lambda stat: stat.update_ids([[0.5, 1.0]], [1]), "ids are integers, got dtype float64"),
         (lambda stat: stat.update_ids([[1, 2]], ["a"]), r"update_ids\(relevant\): ids are integers"),
-        (lambda stat: stat.update_ids([[1, 2]], [1, 2]), "1 queries take 1 ids, or a tuple of ids and 2 offsets"),
+        (lambda stat: stat.update_ids([[1, 2]], [1, 2]), "1 queries take 1 ids, 1 lists of ids, or a tuple of ids and"),
+        (lambda stat: stat.update_ids([[1, 2]], [[1], [2]]), "1 queries take 1 ids, 1 lists of ids"),
+        (lambda stat: stat.update_ids([[1, 2]], [[[1], [2]]]), "some are lists of lists"),
+        (lambda stat: stat.update_ids([[1, 2]], [[[1], [2, 3]]]), r"update_ids\(relevant\): takes rows of one length"),
+        (lambda stat: stat.update_ids([[1, 2]], ([1],)), r"a tuple is \(ids, offsets\), got 1 parts"),
+        (lambda stat: stat.update_ids([[1, 2], [1]], [1, 1]), r"update_ids\(ranked\): takes rows of one length"),
+        (lambda stat: stat.update([[0.5, 0.1], [0.2]], [[1, 0], [1]]), r"update\(scores\): takes rows of one length"),
+        (lambda stat: stat.update([[0.5j, 0.1]], [[1, 0]]), r"update\(scores\): takes real numbers, got dtype complex"),
         (lambda stat: stat.update_ids([[1, 2]], ([1, 2], [0, 1])), "from 0 to the number of ids"),
         (lambda stat: stat.update_ids([[1, 2], [1, 2]], ([1], [0, 2, 1])), "offsets never fall"),
         (lambda stat: stat.update_ids([[1, 1]], [1]), "a relevant id stands at two ranks of one query"),

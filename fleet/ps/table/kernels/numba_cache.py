@@ -111,7 +111,7 @@ def _cache_class() -> Any:
             super().__init__(function)  # type: ignore[no-untyped-call]
             stamp = _stamp_of(Path(function.__code__.co_filename).parent)
             base = f"{self._impl.filename_base}-{stamp}"
-            self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)  # type: ignore[no-untyped-call]
+            self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
             try:

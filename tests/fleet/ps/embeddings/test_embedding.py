@@ -172,6 +172,12 @@ def test_a_damaged_save_leaves_the_rows_of_prediction(tmp_path) -> None:
     assert torch.equal(embedding.lookup_rows(torch.from_numpy(ids)), kept)
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3), ()])
+def test_looked_up_rows_have_the_shape_of_the_ids(shape: tuple[int, ...]) -> None:
+    rows = fleet.SparseEmbedding(4).lookup_rows(torch.zeros(shape, dtype=torch.int64))
+    assert rows.shape == (*shape, 4)
+
+
 def test_unsigned_ids_are_those_of_the_same_bits() -> None:
     bags, rows = fleet.SparseEmbedding(3, combiner="sum"), fleet.SparseEmbedding(3)
     signed = torch.tensor([[-(1 << 63), 1]])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import fleet
+from fleet.errors import ConfigError
 from tests.fleet.ps.embeddings.features import BIG, Keyed, both, compare
 
 JAGGED = [[1, 2, 2], [], [BIG]]
@@ -28,6 +30,13 @@ class Jagged:
 
     def offsets(self) -> Tensor:
         return torch.tensor([0, 3, 3, 4])
+
+
+class Weighted(Jagged):
+    """One with weights."""
+
+    def weights_or_none(self) -> Tensor:
+        return torch.ones(4)
 
 
 FORMS: dict[str, Callable[[], Any]] = {
@@ -54,6 +63,15 @@ def test_jagged_ids_without_a_combiner_give_the_rows_one_after_the_other() -> No
     lists = [torch.tensor([1, 2]), torch.tensor([3])]
     compare(made, alone, {"user": lists})
     assert made({"user": lists})["user"].shape == (3, 4)
+
+
+def test_weights_of_one_feature_are_refused() -> None:
+    """A combiner would leave them out of the sum."""
+    made = fleet.SparseEmbeddings({"tags": {"dim": 4, "combiner": "sum"}})
+    with pytest.raises(ConfigError, match="received a Weighted with weights"):
+        made({"tags": Weighted()})
+    with pytest.raises(ConfigError, match="ids are a Weighted with weights"):
+        made["tags"](Weighted())
 
 
 def test_a_keyed_jagged_tensor() -> None:
