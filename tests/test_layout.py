@@ -164,6 +164,7 @@ DIRECTIONS = {
         "fleet.common.plain_files",
         "fleet.common.python_file",
         "fleet.common.sealing",
+        "fleet.common.whole_numbers",
         "numpy",
         "numba",
         "llvmlite",

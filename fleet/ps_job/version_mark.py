@@ -23,7 +23,8 @@ def mark_version(job: ServerJob, name: object, keep: object, save: object, model
     tables = job.running().tables
     checked = check_name(name)
     count = check_keep(keep)
-    paths = [_folder(kind, path) for kind, path in (("save", save), ("model", model))]
+    folder = _folder("save", save)
+    programs = _folder("model", model)
     if job.publication is None:
         raise ConfigError(
             f"fleet.mark_version({name!r}) names published rows, and this job publishes none. Call "
@@ -32,13 +33,13 @@ def mark_version(job: ServerJob, name: object, keep: object, save: object, model
     job.publication.check_versions()
 
     def check() -> None:  # once all workers are here: worker 0 may be writing the program until it comes
-        if paths[1] is not None and not program_folders(Path(paths[1])):
+        if programs is not None and not program_folders(Path(programs)):
             raise ConfigError(
                 f"fleet.mark_version({name!r}, model={model!r}): there is no exported program ({EXPORT}), nor in a "
                 "folder of it. Write one with fleet.ps.export or fleet.save_inference_model(example_inputs=...)."
             )
 
-    tables.mark(checked, count, *paths, check)
+    tables.mark(checked, count, folder, programs, check)
 
 
 def _folder(kind: str, path: object) -> str | None:
