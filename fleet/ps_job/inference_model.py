@@ -30,16 +30,16 @@ def save_model(
     """Makes the servers save, and writes the rest where this worker is the ``first``; every worker calls it.
 
     Raises:
-        ConfigError: the example inputs cannot be a program's (nothing was saved), or the model cannot be exported.
+        ConfigError: the model cannot be exported with these example inputs; nothing was saved.
     """
     if transforms is not None and not isinstance(transforms, Transforms):
         raise ConfigError(
             f"save_inference_model(transforms={transforms!r:.80}): it is a fleet.features.Transforms, or None."
         )
     if example_inputs is not None:
-        from fleet.ps.serving.export import checked_inputs, export
+        from fleet.ps.serving.export import export, traced
 
-        checked_inputs(example_inputs)  # before the servers save: a wrong argument must leave the folder as it was
+        traced(model, example_inputs)  # before the servers save: what is refused must leave the folder as it was
     tables.save(folder, mode)
     state = model.state_dict()
     if first:

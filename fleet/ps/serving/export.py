@@ -12,10 +12,13 @@ rename, so that a process that serves the folder sees either the older program o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import re
 import secrets
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,15 +28,17 @@ from typing import Any, cast
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from fleet.common.plain_files import create, replace_file
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.embedding import SparseEmbedding
 from fleet.ps.embeddings.served_weight import WatchesWeight
 from fleet.ps.publishing.versions import EXPORT
+from fleet.ps.serving.batch_sizes import Batches, fixed_leaves, fixing_line, other_sizes, quiet, wrong_size
 
 _FORMAT = 1
+_TRACING = threading.Lock()  # torch traces one model at a time in a process, and fails in a second thread
 
 
 @dataclass(frozen=True)
@@ -136,14 +141,15 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
             such as one tower of two. Every ``fleet.SparseEmbedding`` and ``nn.Embedding(sparse=True)`` in it becomes an
             input.
         example_inputs: a tuple of the arguments of a call: tensors of a batch of 2 or more samples. The program takes
-            batches of any size.
+            batches of any size that the model takes.
         folder: where; made when missing.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the model or the inputs cannot be exported; the message says why.
+        ConfigError: the model or the inputs cannot be exported, or not for batches of other sizes; nothing is written,
+            and the message says why.
         CheckpointError: the folder cannot be written; a program from before stays.
 
     Example:
@@ -153,29 +159,59 @@ def export(model: nn.Module, example_inputs: Sequence[Any], folder: str | Path) 
         >>> sorted(file.name.split("-")[0] for file in path.iterdir())
         ['dense', 'export.json', 'ids']
     """
-    inputs = checked_inputs(example_inputs)
-    calls = _Calls()
-    traced = _without_rows(model, calls)
-    rows, lookups = _asked_rows(traced, calls, inputs)
+    programs, lookups = traced(model, example_inputs)
     target = Path(folder)
-    modules = {"dense": _Dense(traced, calls), "ids": _Ids(traced, calls)}
-    arguments = {"dense": (rows, *inputs), "ids": inputs}
-    names = {part: f"{part}-{secrets.token_hex(4)}.pt2" for part in modules}
+    names = {part: f"{part}-{secrets.token_hex(4)}.pt2" for part in programs}
     try:
         target.mkdir(parents=True, exist_ok=True)
         # The programs first, then the file that names them: a reader of the folder never meets half an export.
-        for part, module in modules.items():
+        for part, program in programs.items():
             with create(target / names[part]) as file:
-                torch.export.save(_program(part, module, arguments[part]), file)
+                torch.export.save(program, file)
         body = json.dumps({**names, "lookups": [asdict(lookup) for lookup in lookups]}, sort_keys=True)
-        before = [path for part in modules for path in target.glob(f"{part}-*.pt2") if path.name not in names.values()]
+        before = [path for part in programs for path in target.glob(f"{part}-*.pt2") if path.name not in names.values()]
         checksum = zlib.crc32(body.encode())
         replace_file(target / EXPORT, json.dumps({"format": _FORMAT, "crc32": checksum, "export": body}))
     except OSError as error:
         raise CheckpointError(f"fleet.ps.export(): {target} cannot be written: {error}.") from error
-    for path in sorted(before, key=os.path.getmtime)[: -len(modules)]:  # one older program may be about to be read
+    for path in sorted(before, key=os.path.getmtime)[: -len(programs)]:  # one older program may be about to be read
         path.unlink(missing_ok=True)
     return target
+
+
+def traced(
+    model: nn.Module, example_inputs: Sequence[Any]
+) -> tuple[dict[str, torch.export.ExportedProgram], list[RowsInput]]:
+    """Returns the programs of ``model``, by their part, and its lookups; for the arguments of :func:`export`.
+
+    Raises:
+        ConfigError: as :func:`export`.
+    """
+    inputs = checked_inputs(example_inputs)
+    calls = _Calls()
+    copied = _without_rows(model, calls)
+    rows, lookups = _asked_rows(copied, calls, inputs)
+    modules = {"dense": _Dense(copied, calls), "ids": _Ids(copied, calls)}
+
+    def with_rows(batch: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+        return {"dense": (_asked_rows(copied, calls, batch)[0], *batch), "ids": batch}
+
+    def takes(batch: tuple[Any, ...]) -> bool:
+        try:
+            with_rows(batch)
+        except Exception:  # of any kind: the model is the user's
+            return False
+        return True
+
+    with torch.no_grad():
+        output = modules["dense"](rows, *inputs)
+    others = {samples: with_rows(batch) for samples, batch in other_sizes(inputs, output, takes).items()}
+    arguments = {"dense": (rows, *inputs), "ids": inputs}
+    programs = {}
+    for part, module in modules.items():
+        batches = {samples: batch[part] for samples, batch in others.items()}
+        programs[part] = _program(part, module, arguments[part], batches, lookups)
+    return programs, lookups
 
 
 def checked_inputs(example_inputs: object) -> tuple[Any, ...]:
@@ -269,17 +305,76 @@ def _asked_rows(
     return tuple(torch.randn(shape) for shape in shapes), lookups
 
 
-def _program(part: str, module: nn.Module, arguments: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    def dims(leaf: Tensor) -> dict[int, Any]:  # a size of 1 stays 1: broadcasting over it is traced into the program
-        return {dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size != 1}
+def _program(
+    part: str, module: nn.Module, arguments: tuple[Any, ...], others: Batches, lookups: list[RowsInput]
+) -> torch.export.ExportedProgram:
+    """Returns a program that gives what ``module`` gives, on batches of ``others`` too.
 
-    named = {"rows": arguments[0], "inputs": tuple(arguments[1:])} if part == "dense" else {"inputs": arguments}
-    shapes = tree_map(dims, named)
+    Raises:
+        ConfigError: torch makes none.
+    """
+    auto = tree_map(lambda leaf: [torch.export.Dim.AUTO] * leaf.ndim, arguments)
+    program = _traced_by_torch(part, module, arguments, auto)
+    if (reason := wrong_size(module, program, others)) is None:
+        return program
+    # The other tracer takes len(x) and int(x.shape[0]) for sizes that vary; it knows less of Python.
+    with contextlib.suppress(ConfigError):
+        program = _traced_by_torch(part, module, arguments, auto, strict=True)
+        if (reason := wrong_size(module, program, others)) is None:
+            return program
+    some = next(iter(others.values()), None)
+    # With sizes that must vary, torch names the line that fixes one.
+    varying = tree_map(_varying, arguments, some or arguments)
+    line = fixing_line(lambda: _traced_by_torch(part, module, arguments, varying, strict=True))
+    fixed = fixed_leaves(program, arguments, some)
+    names = [name for name, is_fixed in zip(_names(part, arguments, lookups), fixed, strict=True) if is_fixed]
+    reason = re.sub(r"\brows\[(\d+)\]", lambda found: f"(rows of {lookups[int(found[1])].module})", str(reason))
+    reason = re.sub(r"\binputs_(\d+)", r"example_inputs[\1]", reason)
+    raise ConfigError(f"fleet.ps.export(): {reason}.{_advice(names, line)}")
+
+
+def _advice(names: list[str], line: str | None) -> str:
+    where = (
+        f" The example's size is fixed in {', '.join(names)} (a constant of as many values as the example has samples "
+        "looks like a part of the batch: give another number of samples)."
+    )
+    return (
+        where * bool(names)
+        + f" It is fixed by {line}." * bool(line)
+        + " Take sizes from tensors, as in torch.ones_like(ids, dtype=torch.float32), x.new_ones(x.shape[0]) and "
+        "torch.arange(x.shape[0]). Compute all samples at once: a Python loop or branch over their number fixes it. "
+        "Index with a list, rows[:, [1, 2]], instead of rows[:, 1:3] before flatten() or reshape()."
+    )
+
+
+def _varying(leaf: Tensor, other: Tensor) -> list[Any]:
+    dims = torch.export.Dim
+    if leaf is other:  # the model takes no other size
+        return [dims.AUTO if dim else dims.DYNAMIC for dim in range(leaf.ndim)]
+    return [dims.AUTO if size == new else dims.DYNAMIC for size, new in zip(leaf.shape, other.shape, strict=True)]
+
+
+def _names(part: str, arguments: tuple[Any, ...], lookups: list[RowsInput]) -> list[str]:
+    """Returns the user's names of the tensors in ``arguments``."""
+    rows = [f"the rows of {lookup.module}" for lookup in lookups] if part == "dense" else []
+    inputs = arguments[1:] if part == "dense" else arguments
+    return rows + [f"example_inputs{keystr(path)}" for path, _ in tree_flatten_with_path(inputs)[0]]
+
+
+def _traced_by_torch(
+    part: str, module: nn.Module, arguments: tuple[Any, ...], dims: Any, *, strict: bool = False
+) -> torch.export.ExportedProgram:
+    def of_sizes(leaf: Tensor, kinds: list[Any]) -> dict[int, Any]:
+        # A size of 1 stays 1: broadcasting over it is traced into the program.
+        return {dim: kind for dim, (size, kind) in enumerate(zip(leaf.shape, kinds, strict=True)) if size != 1}
+
+    shapes = tree_map(of_sizes, arguments, dims)
+    named = {"rows": shapes[0], "inputs": shapes[1:]} if part == "dense" else {"inputs": shapes}
     # Without this a program refuses batches of 1, and no public setting of torch.export allows them.
     any_size = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
-        with any_size:
-            return torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
+        with _TRACING, any_size, quiet() if strict else contextlib.nullcontext():
+            return torch.export.export(module, arguments, dynamic_shapes=named, strict=strict)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

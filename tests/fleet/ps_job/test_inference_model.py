@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fleet import features, fleet
 from fleet.errors import ConfigError
@@ -56,4 +57,23 @@ def test_transforms_are_kept_beside_the_state(tmp_path: Path) -> None:
 def test_wrong_examples_are_refused_before_anything_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes a tuple"):
         saved(tmp_path, IDS)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ads = fleet.SparseEmbedding(2, name="ads")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row.sum() for row in self.ads(ids)])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_of_one_batch_size_is_refused_before_anything_is_saved(tmp_path: Path, first: bool) -> None:
+    """By every worker: the others would wait for one that is alone in it."""
+    trainer = Saves()
+    with pytest.raises(ConfigError, match=r"its program does not.*test_inference_model.py, line .*self.ads\(ids\)"):
+        save_model(trainer, Loops(), str(tmp_path), 0, (IDS,), None, first=first)  # type: ignore[arg-type]
+    assert trainer.calls == []
     assert list(tmp_path.iterdir()) == []

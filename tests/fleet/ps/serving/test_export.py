@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,32 @@ class Branches(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor = self.rows(ids)
         return found * 2 if found.sum() > 0 else found
+
+
+class Sizes(nn.Module):
+    """Computes with the number of samples, in one of several forms."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(4, name="rows")
+        self.form = form
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.form(ids, self.rows(ids))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(4, name="rows", entry=fleet.ShowClickEntry("show", "click"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.rows(ids, show=torch.ones(len(ids)), click=torch.zeros(len(ids)))
+        return found
+
+
+def _views(rows: Tensor) -> Tensor:
+    return torch.stack([rows, rows, rows, rows], 1)
 
 
 def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
@@ -158,6 +185,80 @@ def test_each_tower_of_a_trained_model_is_exported_alone(tmp_path: Path) -> None
             ]
             assert torch.equal(predictor(*example), expected)
     assert not torch.equal(wanted["user"], wanted["item"])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Counted(),
+        Sizes(lambda ids, rows: rows + torch.ones(len(ids))[:, None]),
+        Sizes(lambda ids, rows: rows.sum(1) * torch.arange(len(rows))),
+        Sizes(lambda ids, rows: rows / int(ids.shape[0])),
+        Sizes(lambda ids, rows: _views(rows)[:, [1, 2]].flatten(1)),
+        Sizes(lambda ids, rows: rows + torch.rand(ids.shape[0], 1) * 0),
+    ],
+)
+def test_programs_that_compute_with_the_number_of_samples(tmp_path: Path, model: nn.Module) -> None:
+    export(model, (torch.tensor([7, 8, 9]),), tmp_path)
+    dense = torch.export.load(next(tmp_path.glob("dense-*"))).module()
+    asked = torch.export.load(next(tmp_path.glob("ids-*"))).module()
+    for samples in (1, 2, 3, 40):
+        ids, rows = torch.arange(samples), torch.randn(samples, 4)
+        wanted = model.form(ids, rows) if isinstance(model, Sizes) else rows
+        assert torch.equal(dense((rows,), ids), wanted), samples
+        assert torch.equal(asked(ids)[0][0], ids)
+
+
+_ALONE = "the model takes batches of the example's size alone"
+_FIXES = "The example's size is fixed in the rows of rows .* It is fixed by .*test_export.py, line "
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (lambda ids, rows: torch.stack([rows[i].sum() for i in range(len(rows))]),
+         r"takes 6 samples, its program does not: Guard failed: \(rows of rows\)" rf".*{_FIXES}.*range\(len\(rows\)\)"),
+        (lambda ids, rows: rows.sum(1) + torch.arange(3), rf"{_ALONE}. {_FIXES}.*arange"),
+        (lambda ids, rows: rows.reshape(3, 4), _ALONE),
+        (lambda ids, rows: rows if len(ids) > 2 else -rows,
+         r"takes 1 sample, its program does not: Guard failed: example_inputs\[0\].* branch over their number"),
+        (lambda ids, rows: _views(rows)[:, 1:3].flatten(1), r"takes 1 sample, its program does not.*Index with a list"),
+    ],
+)  # fmt: skip
+def test_programs_of_one_size_are_refused(
+    tmp_path: Path, form: Callable[[Tensor, Tensor], Tensor], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        export(Sizes(form), (torch.tensor([7, 8, 9]),), tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    assert capfd.readouterr().err == ""
+
+
+class Owned(nn.Module):
+    """Flat ids with offsets that no lookup takes, and constants: a loop over their number fixes it, not the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.SparseEmbedding(4, name="rows")
+
+    def forward(self, batch: dict[str, Tensor], constants: Tensor) -> Tensor:
+        flat, offsets = batch["flat"], batch["offsets"]
+        owner = torch.bucketize(torch.arange(flat.shape[0]), offsets, right=True) - 1
+        found = torch.zeros(offsets.shape[0], 4).index_add(0, owner, self.rows(flat))
+        for place in range(len(constants)):
+            found = found * constants[place]
+        return found + batch["dense"][:, None]
+
+
+@pytest.mark.parametrize("constants", [2, 5])
+def test_sizes_that_are_not_the_batchs(tmp_path: Path, constants: int) -> None:
+    given = {"flat": torch.arange(7).flip(0), "offsets": torch.tensor([0, 4, 4]), "dense": torch.zeros(3)}
+    with pytest.raises(ConfigError, match=r"fixed in example_inputs\[1\] .*give another number of samples"):
+        export(Owned(), (given, torch.ones(3)), tmp_path)
+    export(Owned(), (given, torch.ones(constants)), tmp_path)
+    dense = torch.export.load(next(tmp_path.glob("dense-*"))).module()
+    given = {"flat": torch.arange(3), "offsets": torch.tensor([0, 0]), "dense": torch.ones(2)}
+    assert dense((torch.ones(3, 4),), given, torch.ones(constants)).tolist() == [[1.0] * 4, [4.0] * 4]
 
 
 def test_two_exports_leave_the_newer_and_the_older_program(tmp_path: Path) -> None:
