@@ -62,10 +62,10 @@ class CountedCells:
 
     def load(self, stat: object, state: Mapping[str, Any], bins: int | None) -> None:
         """Loads a state of the metric ``stat``; raises CheckpointError for one of other bins or another metric."""
-        check_state(stat, state, "bins", "cells")
+        check_state(stat, state, "metric", "bins", "cells")
         cells = np.array(host_array(state["cells"]), np.int64)
         name = type(stat).__name__
-        writer = state.get("metric", name)  # states of earlier versions do not say it
+        writer = state["metric"]
         if writer != name or state["bins"] != bins or cells.ndim != 2 or len(cells) != self.num_keys + 2:
             raise CheckpointError(
                 f"{name}(bins={bins}) cannot load samples of {writer}(bins={state['bins']}), of shape {cells.shape}."

@@ -18,7 +18,7 @@ CONFIGS = EXAMPLE / "configs"
 
 def trained(*words: str) -> None:
     """Trains in plain torch, in this process."""
-    args = options.training_options("").parse_args([*words, "--torch", "--batch-size", "4", "--max-batches", "3"])
+    args = options.parse_options("", [*words, "--torch", "--batch-size", "4", "--max-batches", "3"])
     with only_this_example():
         script.train_alone(args, options.read_settings(args))
 

@@ -50,7 +50,7 @@ def test_plain_torch_adds_the_losses_of_geo(folder: Path, tmp_path: Path, capsys
             f"model: {{}}\nbatch_size: 64\nepochs: 1\noptimizer: {{name: sgd, lr: {lr}, table_lr: {table_lr}}}\n"
         )
         words = ["--torch", *options(folder, "deepfm", "--mode", mode, "--config", str(path))]
-        args = cli.training_options("").parse_args(words)
+        args = cli.parse_options("", words)
         with only_this_example():
             script.train_alone(args, cli.read_settings(args))
         found.append(metrics(capsys.readouterr().out)["auc_click"]["model"])

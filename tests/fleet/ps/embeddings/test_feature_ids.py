@@ -70,7 +70,7 @@ def test_weights_of_one_feature_are_refused() -> None:
     made = fleet.SparseEmbeddings({"tags": {"dim": 4, "combiner": "sum"}})
     with pytest.raises(ConfigError, match="received a Weighted with weights"):
         made({"tags": Weighted()})
-    with pytest.raises(ConfigError, match="ids are a Weighted with weights"):
+    with pytest.raises(ConfigError, match="received a Weighted with weights"):
         made["tags"](Weighted())
 
 
