@@ -28,7 +28,11 @@ def main() -> None:
     parser.add_argument("--k-steps", type=int, default=100, help="steps between exchanges of geo (default: 100)")
     parser.add_argument("--save", metavar="DIR", help="write the rows and the network here at the end")
     args = parser.parse_args()
-    strategy = strategy_of(args.mode, args.k_steps)
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = args.mode in ("async", "geo")
+    strategy.a_sync_configs = {"k_steps": args.k_steps if args.mode == "geo" else 0}
+    if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
+        strategy.hybrid_configs = {"dp_degree": fleet.PaddleCloudRoleMaker(is_collective=False).worker_num()}
     fleet.init(strategy=strategy)
     if fleet.is_server():  # it needs neither data nor model: the workers say which tables there are
         fleet.init_server()
@@ -58,16 +62,6 @@ def main() -> None:
     if args.save:
         fleet.save_persistables(args.save)
     fleet.stop_worker()
-
-
-def strategy_of(mode: str, k_steps: int) -> fleet.DistributedStrategy:
-    """Returns the strategy of a mode."""
-    strategy = fleet.DistributedStrategy()
-    strategy.a_sync = mode in ("async", "geo")
-    strategy.a_sync_configs = {"k_steps": k_steps if mode == "geo" else 0}
-    if mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
-        strategy.hybrid_configs = {"dp_degree": fleet.PaddleCloudRoleMaker(is_collective=False).worker_num()}
-    return strategy
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Batch], report: Report) -> None:

@@ -68,5 +68,5 @@ def test_a_round_of_users_is_about_as_large_as_said(monkeypatch: pytest.MonkeyPa
 
 def test_a_state_of_other_bins_is_refused() -> None:
     cells = CountedCells(num_keys=1)
-    with pytest.raises(CheckpointError, match=r"CountedCells\(bins=None\) cannot load samples of CountedCells\(bins=4\)"):
+    with pytest.raises(CheckpointError, match=r"\(bins=None\) cannot load samples of CountedCells\(bins=4\)"):
         cells.load(cells, cells.state(cells, 4), None)

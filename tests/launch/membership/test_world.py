@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -224,6 +225,10 @@ def test_no_interleaving_splits_the_world(seed: int) -> None:
         elif action.kind == "hold":
             store.put(NODE_PREFIX + name, node())
     assert all(len(worlds) == 1 for worlds in started.values())
+    check_final(store, running)
+
+
+def check_final(store: FakeStore, running: Mapping[str, World]) -> None:
     final = read_world(store.view())
     if final is not None and final.state == FIXED:
         phases = {name: read_nodes(store.view())[name].phase for name in final.nodes if name in running}
