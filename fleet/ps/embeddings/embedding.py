@@ -384,7 +384,7 @@ def _check_columns(dim: object, name: object) -> None:
     size = [dim, name] if isinstance(name, int) else dim
     if isinstance(size, list | tuple):
         raise ConfigError(
-            f"SparseEmbedding({repr(dim) if size is dim else f'{dim!r}, {name!r}'}) takes the columns of a row alone: "
+            f"SparseEmbedding({repr(dim) if size is dim else f'dim={dim!r}, name={name!r}'}) takes the columns of a row alone: "
             "its table grows with its ids. Leave the number of rows out: "
             f"fleet.SparseEmbedding({size[-1] if size else 8!r})."
         )

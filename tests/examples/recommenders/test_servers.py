@@ -17,6 +17,7 @@ from tests.examples.recommenders.small_models import batch_of, small_net
 from tests.helpers.served import run_job, strategy_of
 
 models = example_module("models")
+parts = example_module("models.parts")
 tables = example_module("tables")
 
 NAMES = sorted(models.MODELS)
@@ -167,7 +168,7 @@ def test_vectors_of_users_and_items_are_exported(name: str, tmp_path: Path) -> N
 
 
 def parts_of(net: Any, side: str, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
-    part = example_module("models.parts").Vectors(net, side)
+    part = parts.Vectors(net, side)
     return part, {column: batch[column] for column in part.INPUTS}
 
 
