@@ -383,9 +383,10 @@ def _check_columns(dim: object, name: object) -> None:
     """Refuses a number of rows beside the columns, as Paddle and ``nn.Embedding`` take one."""
     size = [dim, name] if isinstance(name, int) else dim
     if isinstance(size, list | tuple):
+        given = repr(dim) if size is dim else f"dim={dim!r}, name={name!r}"
         raise ConfigError(
-            f"SparseEmbedding({repr(dim) if size is dim else f'dim={dim!r}, name={name!r}'}) takes the columns of a row alone: "
-            "its table grows with its ids. Leave the number of rows out: "
+            f"SparseEmbedding({given}) takes the columns of a row alone: its table grows with its ids. Leave the number "
+            "of rows out: "
             f"fleet.SparseEmbedding({size[-1] if size else 8!r})."
         )
 
