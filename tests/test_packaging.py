@@ -50,6 +50,7 @@ EXTRAS = {
     "ray",
     "redis",
     "remote",
+    "retrieval",
     "tensorboard",
     "trackio",
     "wandb",

@@ -385,9 +385,8 @@ def _check_columns(dim: object, name: object) -> None:
     if isinstance(size, list | tuple):
         given = repr(dim) if size is dim else f"dim={dim!r}, name={name!r}"
         raise ConfigError(
-            f"SparseEmbedding({given}) takes the columns of a row alone: its table grows with its ids. Leave the number "
-            "of rows out: "
-            f"fleet.SparseEmbedding({size[-1] if size else 8!r})."
+            f"SparseEmbedding({given}) takes the columns of a row alone: its table grows with its ids. Leave the "
+            f"number of rows out: fleet.SparseEmbedding({size[-1] if size else 8!r})."
         )
 
 
