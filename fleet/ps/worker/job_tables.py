@@ -102,7 +102,7 @@ class JobTables:
         self._model.finish_load(dirname, tables, unserved[0] if unserved else None)
 
     def mark(self, name: str, keep: int, save: str | None, model: str | None, check: Callable[[], None]) -> None:
-        """Makes the servers save, and name their published rows, once every worker is here with its steps applied.
+        """Makes the servers name their published rows, and save, once every worker is here with its steps applied.
 
         All return when the folder has the version, and none has taken a step since: it holds each step whole. ``check``
         runs before anything is done, and may raise.
@@ -110,9 +110,10 @@ class JobTables:
 
         def act(key: str) -> int:
             check()
+            self._connection.client.mark(name, keep, save=save, model=model, key=key)
+            # After the mark: a name that is taken must not cost the version that has it its save.
             if save is not None:
                 self._save(save, 0, None, False, key)
-            self._connection.client.mark(name, keep, save=save, model=model, key=key)
             return 0
 
         self._meetings.act_together(f"mark version {name}, keep {keep}, save {save}, model {model}", act)

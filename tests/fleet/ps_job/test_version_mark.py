@@ -214,3 +214,21 @@ def test_a_job_without_a_folder_of_rows_is_refused(sink: Any, rule: str) -> None
 
 def test_it_is_a_call_of_fleet() -> None:
     assert callable(fleet.mark_version)
+
+
+def test_a_name_that_is_taken_leaves_the_save_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_PS_FOLDER", str(tmp_path / "state"))
+    rows, save = tmp_path / "rows", tmp_path / "save"
+
+    def work(own: Fleet, rank: int) -> None:
+        model, optimizer = served(own, published("sync", rows), make_sgd)
+        data = batches(2, rank, 2)
+        train_model(model, optimizer, data[:1])
+        own.mark_version("monday", save=save)
+        train_model(model, optimizer, data[1:])
+        with pytest.raises(PSError, match="'monday' was marked before"):
+            own.mark_version("monday", save=save)
+        own.stop_worker()
+
+    run_job(work, strategy=published("sync", rows))
+    assert torch.equal(in_folder(save, None), in_folder(rows, "monday"))
