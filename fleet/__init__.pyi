@@ -523,8 +523,8 @@ def mark_version(name: str, *, keep: int = 5, save: Path | None = None, model: P
             worker that was restarted, does nothing.
         keep: how many versions stay, this one included; older ones are removed, but not the one that readers were
             taken back to.
-        save: a folder that all servers reach, for :meth:`save_persistables` after it; ``fleet.load_model(save)`` takes
-            the training back to the version.
+        save: a folder that all servers reach, for :meth:`save_persistables` after it; ``fleet.load_model(save)``
+            takes the training back to the version.
         model: a folder of ``fleet.ps.export`` or ``save_inference_model(example_inputs=...)`` that servers and
             workers reach: its program is copied and goes with the rows in a :class:`fleet.ps.Predictor`. Or a
             folder of several such folders, as of two towers: a Predictor takes the one with its folder's name.
