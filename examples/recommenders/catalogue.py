@@ -16,6 +16,11 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: the examples need `pip install '.[parquet]'`, run in the clone.") from None
 
 
+def column_names(path: Path) -> list[str]:
+    """Returns the names of the columns of a Parquet file."""
+    return list(pq.read_schema(path).names)
+
+
 class Catalogue:
     """Items in the order of their ids.
 

@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -33,7 +34,7 @@ from story import REPLICAS, Story
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.with_name("wide_and_deep")))
-from processes import running, wait_for  # noqa: E402  (of the other example)
+processes = import_module("processes")  # of the other example
 
 SHOP = "simulated:users=5000,items=20000,days=7,impressions=560000"
 TOP = 50
@@ -78,8 +79,8 @@ class Visitors:
             self.events.add("answer", replica=replica, ms=round(took_ms, 2), **facts)
         if time.monotonic() >= self.clicks_due_s:
             self.clicks_due_s = time.monotonic() + CLICKS_S
-            replica = self.asked // len(REPLICAS) % len(REPLICAS)
-            answer = ask(self.urls[replica], [self.batch], TOP, recall=True)
+            turn = self.asked // len(REPLICAS) % len(REPLICAS)
+            answer = ask(self.urls[turn], [self.batch], TOP, recall=True)
             wanted = zip(answer["items"], self.batch["item"].tolist(), strict=True)
             hits = sum(item in items for items, item in wanted) / len(self.batch["item"])
             self.events.add("hits", value=hits, recall=answer["recall"], today=self.today, version=answer["version"])
@@ -127,7 +128,7 @@ def main() -> None:
     days = Days(open_data(args.data))
     events = Events(args.folder / "events.jsonl")
     logs = args.folder / "log"
-    script = partial(running, sys.executable)
+    script = partial(processes.running, sys.executable)
     shared: tuple[str | Path, ...] = (args.folder, "--data", days.folder)
     job_line: list[str | Path] = ["-m", "fleet.launch", "--server_num=1", f"--worker_num={args.workers}"]
     job_line += ["--log_dir", logs, HERE / "train_days.py", *shared, "--guarded", "--bad-day", str(args.bad_day)]
@@ -135,7 +136,7 @@ def main() -> None:
     environment = {**os.environ, "FLEET_PS_FOLDER": str(args.folder / "journal")}
     with ExitStack() as stack:
         job = stack.enter_context(script(*job_line, env=environment, stdout=subprocess.DEVNULL))
-        wait_for(args.folder / "rows" / "versions" / "day-0" / "version.json", job, logs)
+        processes.wait_for(args.folder / "rows" / "versions" / "day-0" / "version.json", job, logs)
         # Training waits for the guard after each day, so the processes that begin here meet all days but the first.
         towers, rows = args.folder / "towers", args.folder / "rows"
         serve = (HERE / "retrieve.py", towers, rows, days.folder / "items.parquet", "--port=0", "--kind", args.kind)
@@ -162,7 +163,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     if not line:
-        raise SystemExit(f"{process.args[1]} ended before it was ready.")
+        raise SystemExit(f"{process.args!r} ended before it was ready.")
     return line
 
 

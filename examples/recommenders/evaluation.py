@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from catalogue import Catalogue
 from feeds import held_out, inputs_of, moved
-from torch import Tensor, nn
+from torch import Tensor
 
 import fleet
 
@@ -20,7 +20,7 @@ TOP = 50
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, folder: Path, device: torch.device) -> dict[str, dict[str, float]]:
+def evaluate(net: Any, folder: Path, device: torch.device) -> dict[str, dict[str, float]]:
     """Returns, by metric, the values of the model, and of popularity and the best possible where they are known.
 
     Every worker calls it with its share of the samples; all get the same values.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from catalogue import Catalogue, pq
+from catalogue import Catalogue, column_names
 from models.parts import owners, padded
 from torch import Tensor
 
@@ -185,8 +185,7 @@ def _unchanged(batch: Batch) -> Batch:
 
 def _columns(source: Path) -> list[str]:
     """Returns the columns of a folder of Parquet files."""
-    names: list[str] = pq.read_schema(min(source.glob("*.parquet"))).names
-    return names
+    return column_names(min(source.glob("*.parquet")))
 
 
 def _asked(source: Path, inputs: Sequence[str], more: Sequence[str] = LABELS) -> list[str]:

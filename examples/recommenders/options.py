@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _KEYS = {
     "max_staleness",
     "shrink",
 }
-_RULES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+_RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 
 def positive_int(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 
@@ -77,23 +77,24 @@ def draw_panel(axes: Axes, found: Results, names: list[str]) -> None:
     for column, name in enumerate(names):
         runs = found[name]
         any_run = next(iter(runs.values()))
-        for who, style in (("best", "-"), ("popularity", ":")):
+        styles: tuple[tuple[str, Literal["-", ":"]], ...] = (("best", "-"), ("popularity", ":"))
+        for who, style in styles:
             if who in any_run:
                 label = {"best": "best possible", "popularity": "popularity alone"}[who]
-                axes.hlines(any_run[who], column - 0.4, column + 0.4, GREY, style, label=label)
+                axes.hlines(any_run[who], column - 0.4, column + 0.4, GREY, linestyles=style, label=label)
         for place, run in enumerate(MARKS):
             if run not in runs:
                 continue
-            hollow = {} if MARKS[run] in "x+" else {"markerfacecolor": "none"}
-            axes.plot(
+            (mark,) = axes.plot(
                 column + 0.11 * (place - 2.5),
                 runs[run]["model"],
                 MARKS[run],
                 color=COLOURS[run],
                 markersize=6,
                 label=run,
-                **hollow,
             )
+            if MARKS[run] not in "x+":
+                mark.set_markerfacecolor("none")
     axes.set_xticks(range(len(names)), [name.split()[0] for name in names], rotation=30)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.grid(axis="y", color="#eeeeee")

@@ -59,7 +59,7 @@ class Story:
         began, _ = self.braked[0]
         version = self.of("brake")[0]["version"]
         back = [one["at"] for one in self.answers if one["replica"] == replica and one["version"] == version]
-        return next((at for at in back if at >= began), float("nan")) - began
+        return float(next((at for at in back if at >= began), float("nan")) - began)
 
     def leaks(self) -> int:
         """Returns how many answers of a replica that was back had newer rows before the release."""

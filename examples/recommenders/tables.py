@@ -5,7 +5,7 @@ Both begin as ``fleet.SparseEmbedding`` says, whose new rows depend on the seed,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fleet
 
-_MADE_OF = {
+_MADE_OF: dict[str, Callable[[Any], Any]] = {
     "initializer": lambda words: fleet.ps.Initializer(*words),
     "accessor": lambda words: fleet.ps.Accessor(**words),
     "entry": lambda words: getattr(fleet, words[0])(*words[1:]),

@@ -40,8 +40,10 @@ def train_on_servers(args: argparse.Namespace, settings: dict[str, Any]) -> None
     """Serves the rows, or trains; the first worker prints."""
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = args.mode in ("async", "geo")
-    kept = {"async": ("max_staleness",), "geo": ("k_steps",)}.get(args.mode, ())
-    strategy.a_sync_configs = {name: settings[name] for name in kept}
+    if args.mode == "async":
+        strategy.a_sync_configs = {"max_staleness": settings["max_staleness"]}
+    if args.mode == "geo":
+        strategy.a_sync_configs = {"k_steps": settings["k_steps"]}
     if args.mode == "hybrid":  # the network stays with the workers, who average its gradients; rows as in sync
         strategy.hybrid_configs = {"dp_degree": fleet.PaddleCloudRoleMaker(is_collective=False).worker_num()}
     fleet.init(strategy=strategy)
@@ -94,7 +96,7 @@ def train_alone(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         net.train()
         for batches in zip(*feeds, strict=True):
             there = [moved(batch, DEVICE) for batch in batches]
-            loss = sum(net.loss(net(batch), batch) for batch in there)
+            loss = torch.stack([net.loss(net(batch), batch) for batch in there]).sum()
             (share * loss).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -26,7 +26,7 @@ from fleet import fleet, ps
 
 LOOK_STEPS = 10  # how often the workers look for a brake
 NEGATIVES = 256
-MODEL = {"dim": 16, "layers": [64], "width": 16}
+MODEL: dict[str, Any] = {"dim": 16, "layers": [64], "width": 16}
 OPTIMIZER = {"name": "adagrad", "lr": 0.02, "table_lr": 0.05}
 TABLES = {"all": {"initializer": ["normal", 0.0, 0.05]}}
 
