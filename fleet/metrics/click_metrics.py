@@ -203,7 +203,7 @@ class StatLogLoss(WorkerSums):
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the mean over all workers; every worker must call it."""
-        count, _, loss = np.asarray(reduced(util_of(util), self.sums))
+        count, _, loss = self.totals(util)
         return float(loss / count) if count else math.nan
 
 
@@ -222,7 +222,7 @@ class StatNormalizedEntropy(StatLogLoss):
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the quotient over all workers, nan without a positive or a negative; every worker must call it."""
-        count, positive, loss = (float(total) for total in np.asarray(reduced(util_of(util), self.sums)))
+        count, positive, loss = map(float, self.totals(util))
         rate = positive / count if count else 0.0
         if not 0.0 < rate < 1.0:
             return math.nan
@@ -256,7 +256,7 @@ class StatCalibration(WorkerSums):
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the quotient over all workers, nan without a positive; every worker must call it."""
-        _, positive, predicted = np.asarray(reduced(util_of(util), self.sums)).reshape(3, self.bins).sum(axis=1)
+        _, positive, predicted = self.totals(util).reshape(3, self.bins).sum(axis=1)
         return float(predicted / positive) if positive else math.nan
 
     def curve(self, util: UtilBase | None = None) -> tuple[Array, Array]:
@@ -267,7 +267,7 @@ class StatCalibration(WorkerSums):
         Returns:
             Two float64 arrays, from the lowest part up, as ``sklearn.calibration.calibration_curve`` gives them.
         """
-        totals = np.asarray(reduced(util_of(util), self.sums)).reshape(3, self.bins)
+        totals = self.totals(util).reshape(3, self.bins)
         count, positive, predicted = totals[:, totals[0] > 0]
         return positive / count, predicted / count
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet.common.whole_numbers import count_of
 from fleet.errors import ConfigError
-from fleet.metrics.metric_values import array_of, ids_of, numbers_of, reduced, util_of
+from fleet.metrics.metric_values import array_of, ids_of, numbers_of
 from fleet.metrics.worker_sums import WorkerSums
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _StatTopK(WorkerSums):
 
     def value(self, util: UtilBase | None = None) -> float:
         """Returns the mean over the queries of all workers, nan without a query; every worker must call it."""
-        queries, values = np.asarray(reduced(util_of(util), self.sums))
+        queries, values = self.totals(util)
         return float(values / queries) if queries else math.nan
 
     def _count(self, gains: Array, ideal: Array, totals: Array) -> None:

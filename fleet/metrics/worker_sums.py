@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fleet.errors import CheckpointError
-from fleet.metrics.metric_values import check_state, host_array
+from fleet.metrics.metric_values import check_state, host_array, reduced, util_of
+
+if TYPE_CHECKING:
+    from fleet.job.util import UtilBase
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,6 +28,10 @@ class WorkerSums:
     def __init__(self, count: int, setting: str = "") -> None:
         self.sums: Array = np.zeros(count, np.float64)
         self._name = f"{type(self).__name__}({setting})" if setting else type(self).__name__
+
+    def totals(self, util: UtilBase | None) -> Array:
+        """Returns the sums over all workers; every worker must call it."""
+        return np.asarray(reduced(util_of(util), self.sums))
 
     def reset(self) -> None:
         """Resets all sums."""

@@ -35,6 +35,7 @@ _FOLDER = "versions"
 _VERSION = "version.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _LOCK_S = 30.0
+READ_AHEAD = 2  # versions whose files readers have at hand before a brake asks for one
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from fleet.ps.files.row_file import open_plain
 from fleet.ps.publishing.tensor_file import read_tensors
 from fleet.ps.publishing.versions import (
     MANIFEST,
+    READ_AHEAD,
     Version,
     find_version,
     list_versions,
@@ -48,7 +49,6 @@ from fleet.ps.serving.local_rows import (
 
 _MOST_BYTES = 1 << 28
 _TRIES = 20
-_READY = 2  # versions whose files are read in advance
 _ENCODINGS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}  # of the arrays' dtypes
 
 
@@ -106,7 +106,7 @@ class DeltaRows(FolderRows):
             CheckpointError: a file is damaged.
         """
         ready: dict[Version, _Read] = {}
-        for version in list_versions(self._folder)[-_READY:]:
+        for version in list_versions(self._folder)[-READ_AHEAD:]:
             ready[version] = self._ready.get(version) or self._read(self._text_of(version.name), version.name)
             self._ready = {**self._ready, **ready}
         self._ready = ready

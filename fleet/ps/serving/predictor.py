@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.files.row_file import open_plain
-from fleet.ps.publishing.versions import EXPORT, Version
+from fleet.ps.publishing.versions import EXPORT, READ_AHEAD, Version
 from fleet.ps.serving.export import RowsInput
 from fleet.ps.serving.reader import Reader
 from fleet.ps.serving.saved_rows import is_save
@@ -26,7 +26,6 @@ from fleet.ps.serving.saved_rows import is_save
 _MOST_BYTES = 1 << 26
 _TRIES = 20
 _LOADING = threading.Lock()  # torch reads one program at a time in a process, and fails in a second thread
-_READY = 2  # versions whose programs are read in advance, as a Reader reads their rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class Predictor:
     def _read_ahead(self) -> None:
         current = self.reader.version
         with suppress(CheckpointError, ConfigError):  # said when such a version is used
-            newest = [version for version in self.reader.versions[-_READY:] if version.model]
+            newest = [version for version in self.reader.versions[-READ_AHEAD:] if version.model]
             kept = {version: self._of_versions[version] for version in self._of_versions if version == current}
             for version in newest:
                 known = self._of_versions
