@@ -17,7 +17,6 @@ import sys
 import time
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -28,13 +27,13 @@ from days import Batch, Days
 from events import Events
 from models.dssm import DSSM
 from options import positive_int
+from other_example import module_of_wide_and_deep
 from page import write_page
 from sources import open_data
 from story import REPLICAS, Story
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.with_name("wide_and_deep")))
-processes = import_module("processes")  # of the other example
+processes = module_of_wide_and_deep("processes")
 
 SHOP = "simulated:users=5000,items=20000,days=7,impressions=560000"
 TOP = 50

@@ -16,20 +16,19 @@ the servers nor the workers of the job.
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from other_example import module_of_wide_and_deep
 from torch import Tensor
 
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import FleetError
 from fleet.ps import ItemIndex, Predictor, Reader
 
-MOST_BYTES = 1 << 24
 Batch = dict[str, Tensor]
 
 
@@ -111,6 +110,11 @@ class Retrieval:
             **({"recall": self.index.recall(vectors, k)} if recall else {}),
         }
 
+    def respond(self, body: Any) -> dict[str, Any]:
+        """Returns the answer to a request over HTTP."""
+        inputs = {name: tensor_of(values) for name, values in body["inputs"].items()}
+        return self.answer(inputs, body.get("k", 10), bool(body.get("recall")))
+
     def follow(self, every_s: float, stop: threading.Event) -> None:
         """Takes up newer programs, and in each fifth round rows of other tables that the item tower takes."""
         rounds = 0
@@ -122,43 +126,6 @@ class Retrieval:
                 self.user_tower.refresh()
             except FleetError as error:
                 print(f"the older towers stay: {error}", flush=True)
-
-
-class Requests(BaseHTTPRequestHandler):
-    """Answers ``POST /retrieve``."""
-
-    retrieval: Retrieval
-
-    def do_POST(self) -> None:
-        """Answers with items, or with the reason why there are none."""
-        if self.path != "/retrieve":
-            self.answer(404, {"error": "POST /retrieve is all there is."})
-            return
-        try:
-            length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(max(0, min(length, MOST_BYTES))))  # below 0 it would read for ever
-            inputs = {name: tensor_of(values) for name, values in body["inputs"].items()}
-            answer = self.retrieval.answer(inputs, body.get("k", 10), bool(body.get("recall")))
-        except ConfigError as error:  # the program takes other inputs
-            self.answer(400, {"error": str(error)})
-        except FleetError as error:
-            self.answer(503, {"error": str(error)})
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            self.answer(400, {"error": f"{type(error).__name__}: {error}"})
-        else:
-            self.answer(200, answer)
-
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        """Sends ``content`` as JSON."""
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Leaves the terminal to errors."""
 
 
 def tensor_of(values: Any) -> Tensor:
@@ -186,7 +153,7 @@ def main() -> None:
         catalogue = Catalogue.read(args.items, args.columns)
         retrieval = Retrieval(args.export, reader, catalogue, args.table, args.kind)
         threading.Thread(target=retrieval.follow, args=(1.0, stop), daemon=True).start()
-        handler = type("Handler", (Requests,), {"retrieval": retrieval})
+        handler = module_of_wide_and_deep("json_requests").answering("/retrieve", retrieval.respond)
         with retrieval.index.follow(every_s=0.5), ThreadingHTTPServer(("127.0.0.1", args.port), handler) as server:
             print(f"http://127.0.0.1:{server.server_port}/retrieve", flush=True)
             try:

@@ -9,57 +9,25 @@ step of training that the rows hold at least. It needs neither the servers nor t
 from __future__ import annotations
 
 import argparse
-import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import torch
+from json_requests import answering
 
-from fleet.errors import ConfigError, FleetError
+from fleet.errors import FleetError
 from fleet.ps import Predictor, Reader
 
-MOST_BYTES = 1 << 24
 
-
-class Requests(BaseHTTPRequestHandler):
-    """Answers ``POST /predict``."""
-
-    predictor: Predictor
-
-    def do_POST(self) -> None:
-        """Answers with probabilities, or with the reason why there are none."""
-        if self.path != "/predict":
-            self.answer(404, {"error": "POST /predict is all there is."})
-            return
-        try:
-            length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(max(0, min(length, MOST_BYTES))))  # below 0 it would read for ever
-            ids = torch.tensor(body["ids"], dtype=torch.int64)
-            dense = torch.tensor(body["dense"], dtype=torch.float32)
-            positions = self.predictor.reader.position  # before: newer rows may come during the prediction
-            probability = torch.sigmoid(self.predictor(ids, dense))
-        except ConfigError as error:  # the program takes other shapes
-            self.answer(400, {"error": str(error)})
-        except FleetError as error:  # Redis is away, for instance
-            self.answer(503, {"error": str(error)})
-        except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
-            self.answer(400, {"error": f"{type(error).__name__}: {error}"})
-        else:
-            step = min(position.step for position in positions.values())
-            self.answer(200, {"probability": probability.tolist(), "step": step})
-
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        """Sends ``content`` as JSON."""
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Leaves the terminal to errors."""
+def predict(predictor: Predictor, body: Any) -> dict[str, Any]:
+    """Returns probabilities for the samples of ``body``, and the step of the rows."""
+    ids = torch.tensor(body["ids"], dtype=torch.int64)
+    dense = torch.tensor(body["dense"], dtype=torch.float32)
+    positions = predictor.reader.position  # before: newer rows may come during the prediction
+    probability = torch.sigmoid(predictor(ids, dense))
+    return {"probability": probability.tolist(), "step": min(position.step for position in positions.values())}
 
 
 def follow(predictor: Predictor, every_s: float, stop: threading.Event) -> None:
@@ -85,7 +53,7 @@ def main() -> None:
     with Reader(args.rows).follow(every_s=0.5) as reader:
         predictor = Predictor(args.export, reader)
         threading.Thread(target=follow, args=(predictor, 1.0, stop), daemon=True).start()
-        handler = type("Handler", (Requests,), {"predictor": predictor})
+        handler = answering("/predict", partial(predict, predictor))
         with ThreadingHTTPServer(("127.0.0.1", args.port), handler) as server:
             print(f"http://127.0.0.1:{server.server_port}/predict", flush=True)
             try:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from other_example import module_of_wide_and_deep
 
 from formats.columns import Columns, Lists, write_columns
-
-_READERS = Path(__file__).parents[2] / "wide_and_deep"
 
 
 def write_clicks(source: str, folder: Path) -> None:
@@ -34,18 +32,11 @@ def write_clicks(source: str, folder: Path) -> None:
 
 
 def _read(source: str) -> tuple[Mapping[str, int], Any]:
-    # The readers import each other by their short names, as the scripts of one folder do.
-    sys.path.append(str(_READERS))
-    try:
-        if source == "flights":
-            from flights import SLOTS, read_flights
-
-            return {name.replace(" ", "_"): width for name, width in SLOTS.items()}, read_flights()
-        from criteo import NUM_CATEGORIES, read_criteo
-
-        return {f"C{number}": 1 for number in range(1, NUM_CATEGORIES + 1)}, read_criteo(Path(source))
-    finally:
-        sys.path.remove(str(_READERS))
+    if source == "flights":
+        flights = module_of_wide_and_deep("flights")
+        return {name.replace(" ", "_"): width for name, width in flights.SLOTS.items()}, flights.read_flights()
+    criteo = module_of_wide_and_deep("criteo")
+    return {f"C{number}": 1 for number in range(1, criteo.NUM_CATEGORIES + 1)}, criteo.read_criteo(Path(source))
 
 
 def _slot_columns(slots: Mapping[str, int], ids: NDArray[np.int64]) -> Columns:

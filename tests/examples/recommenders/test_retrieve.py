@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +18,8 @@ from torch import Tensor, nn
 from fleet import fleet
 from fleet.ps import Delta, Reader, RowsDelta, export
 from fleet.ps.publishing.folder_sink import FolderSink
-from tests.examples.scripts import ROOT
+from tests.examples.asking import ask
+from tests.examples.recommenders.example import example_module
 
 NONE = np.empty(0, np.int64)
 ITEMS = np.array([10**15, 7, 8, 9])
@@ -46,16 +41,6 @@ class Tower(nn.Module):
         return torch.cat([rows, self.scale * other[:, None]], 1)
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("retrieve_example", ROOT / "examples/recommenders/retrieve.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def write(folder: Path, number: int, items: dict[int, list[float]], gone: np.ndarray = NONE) -> None:
     user = RowsDelta("user", np.array([1]), np.ones((1, 2), np.float32), NONE)
     item = RowsDelta("item", np.array(list(items)), np.array(list(items.values()), np.float32).reshape(-1, 2), gone)
@@ -74,12 +59,12 @@ def url(tmp_path: Path) -> Iterator[str]:
     write(tmp_path / "rows", 1, {0: [9, 9], 10**15: [1, 0], 7: [1, 1], 8: [3, 1]})
     export_towers(tmp_path / "export", 0.0)
     pq.write_table(pa.table({"item": ITEMS, "price": PRICES, "other": PRICES}), tmp_path / "items.parquet")
-    module = example()
+    module = example_module("retrieve")
     stop = threading.Event()
     with Reader(tmp_path / "rows") as reader:
         catalogue = module.Catalogue.read(tmp_path / "items.parquet", ["item", "price"])
         retrieval = module.Retrieval(tmp_path / "export", reader, catalogue, "item", "exact")
-        handler = type("Handler", (module.Requests,), {"retrieval": retrieval})
+        handler = module.module_of_wide_and_deep("json_requests").answering("/retrieve", retrieval.respond)
         towers = threading.Thread(target=retrieval.follow, args=(0.05, stop))
         towers.start()
         with retrieval.index.follow(0.01), ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -90,15 +75,6 @@ def url(tmp_path: Path) -> Iterator[str]:
             towers.join()
             server.shutdown()
             thread.join()
-
-
-def ask(url: str, body: Any) -> tuple[int, dict[str, Any]]:
-    try:
-        with urlopen(Request(url, json.dumps(body).encode()), timeout=30) as answer:
-            return answer.status, json.load(answer)
-    except HTTPError as error:
-        with error:
-            return error.code, json.load(error)
 
 
 def wait_for(url: str, body: Any, wanted: dict[str, Any]) -> None:
@@ -137,6 +113,6 @@ def test_what_is_no_request_is_answered_with_the_reason(url: str) -> None:
 
 
 def test_columns_of_items() -> None:
-    catalogue = example().Catalogue({"item": torch.tensor([9, 7]), "price": torch.tensor([1.0, 2.0])})
+    catalogue = example_module("retrieve").Catalogue({"item": torch.tensor([9, 7]), "price": torch.tensor([1.0, 2.0])})
     assert catalogue.batch(torch.tensor([7, 9, 7]))["price"].tolist() == [2.0, 1.0, 2.0]
     assert catalogue.has(torch.tensor([7, 8, 10, 9])).tolist() == [True, False, False, True]

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
+from tests.examples.modules import ExampleModules
 from tests.examples.scripts import ROOT
 
 EXAMPLE = ROOT / "examples" / "wide_and_deep"
-NAMES = [path.stem for path in EXAMPLE.glob("*.py")]
-_LOADED: dict[str, ModuleType] = {}
-
-
-def example_module(name: str) -> ModuleType:
-    """Returns a module of this example; another example has modules with the same names, and both stay whole."""
-    with only_this_example():
-        return importlib.import_module(name)
-
-
-@contextmanager
-def only_this_example() -> Iterator[None]:
-    """Lets ``import data`` find this example's module, and nobody else's, until the block ends."""
-    others = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    sys.modules.update(_LOADED)
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        _LOADED.update({name: sys.modules.pop(name) for name in NAMES if name in sys.modules})
-        sys.modules.update(others)
+_MODULES = ExampleModules(EXAMPLE)
+example_module = _MODULES.module
+only_this_example = _MODULES.alone
 
 
 def command(script: str, *arguments: str) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from torch import nn
 from fleet import fleet
 from fleet.ps import Delta, Predictor, Reader, RowsDelta, export
 from fleet.ps.publishing.folder_sink import FolderSink
+from tests.examples.asking import ask
 from tests.examples.wide_and_deep.example import example_module
 
 NONE = np.empty(0, np.int64)
@@ -46,23 +45,14 @@ def url(tmp_path: Path) -> Iterator[str]:
     write(FolderSink(tmp_path / "rows", "shop", "float32"), 1)
     export(Network(), (torch.tensor([[7], [8]]), torch.zeros(2, 2)), tmp_path / "export")
     with Reader(tmp_path / "rows").follow(0.01) as reader:
-        requests = example_module("serve").Requests
-        handler = type("Handler", (requests,), {"predictor": Predictor(tmp_path / "export", reader)})
+        module = example_module("serve")
+        handler = module.answering("/predict", partial(module.predict, Predictor(tmp_path / "export", reader)))
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
             yield f"http://127.0.0.1:{server.server_port}/predict"
             server.shutdown()
             thread.join()
-
-
-def ask(url: str, body: Any) -> tuple[int, dict[str, Any]]:
-    try:
-        with urlopen(Request(url, json.dumps(body).encode()), timeout=30) as answer:
-            return answer.status, json.load(answer)
-    except HTTPError as error:
-        with error:
-            return error.code, json.load(error)
 
 
 def test_answers_follow_the_rows(tmp_path: Path, url: str) -> None:
