@@ -18,6 +18,7 @@ from fleet.errors import ConfigError
 
 Batches = dict[int, tuple[Any, ...]]  # by their number of samples
 
+_NOT_ONE = re.compile(r"\.size\(\)\[0\] != 1$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)')
 
 
@@ -78,6 +79,15 @@ def wrong_size(module: nn.Module, program: torch.export.ExportedProgram, others:
     if not others and not _varies(program):
         return "the model takes batches of the example's size alone"
     return None
+
+
+def free_of_one(program: torch.export.ExportedProgram, others: Batches) -> None:
+    """Removes torch's guards that a leading size is not 1, for :func:`wrong_size` to compare values on one sample.
+
+    torch sets them for views with gaps, such as ``rows[:, 1:].flatten(1)``, whose program is right for one sample too.
+    """
+    if 1 in others:  # otherwise nothing would tell a guard that a branch of the model needs
+        program._guards_code = [guard for guard in program._guards_code if not _NOT_ONE.search(guard)]
 
 
 def fixed_leaves(

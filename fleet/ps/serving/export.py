@@ -35,7 +35,7 @@ from fleet.errors import CheckpointError, ConfigError
 from fleet.ps.embeddings.embedding import SparseEmbedding
 from fleet.ps.embeddings.served_weight import WatchesWeight
 from fleet.ps.publishing.versions import EXPORT
-from fleet.ps.serving.batch_sizes import Batches, fixed_leaves, fixing_line, other_sizes, quiet, wrong_size
+from fleet.ps.serving.batch_sizes import Batches, fixed_leaves, fixing_line, free_of_one, other_sizes, quiet, wrong_size
 
 _FORMAT = 1
 _TRACING = threading.Lock()  # torch traces one model at a time in a process, and fails in a second thread
@@ -315,11 +315,13 @@ def _program(
     """
     auto = tree_map(lambda leaf: [torch.export.Dim.AUTO] * leaf.ndim, arguments)
     program = _traced_by_torch(part, module, arguments, auto)
+    free_of_one(program, others)
     if (reason := wrong_size(module, program, others)) is None:
         return program
     # The other tracer takes len(x) and int(x.shape[0]) for sizes that vary; it knows less of Python.
     with contextlib.suppress(ConfigError):
         program = _traced_by_torch(part, module, arguments, auto, strict=True)
+        free_of_one(program, others)
         if (reason := wrong_size(module, program, others)) is None:
             return program
     some = next(iter(others.values()), None)
@@ -342,8 +344,7 @@ def _advice(names: list[str], line: str | None) -> str:
         where * bool(names)
         + f" It is fixed by {line}." * bool(line)
         + " Take sizes from tensors, as in torch.ones_like(ids, dtype=torch.float32), x.new_ones(x.shape[0]) and "
-        "torch.arange(x.shape[0]). Compute all samples at once: a Python loop or branch over their number fixes it. "
-        "Index with a list, rows[:, [1, 2]], instead of rows[:, 1:3] before flatten() or reshape()."
+        "torch.arange(x.shape[0]). Compute all samples at once: a Python loop or branch over their number fixes it."
     )
 
 
