@@ -18,6 +18,7 @@ _HOMES = {
     "ElasticSampler": "fleet.elastic.sampler",
     "PREEMPTED": "fleet.launch.processes.worker_file",
     "keep_global_batch": "fleet.elastic.resize",
+    "logical_ranks": "fleet.elastic.logical_loop",
     "scale_lr": "fleet.elastic.resize",
 }
 

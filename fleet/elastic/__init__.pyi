@@ -11,9 +11,10 @@ Example:
 """
 
 from fleet.elastic.checkpoint import Checkpoint as Checkpoint
+from fleet.elastic.logical_loop import logical_ranks as logical_ranks
 from fleet.elastic.resize import keep_global_batch as keep_global_batch
 from fleet.elastic.resize import scale_lr as scale_lr
 from fleet.elastic.sampler import ElasticSampler as ElasticSampler
 from fleet.launch.processes.worker_file import PREEMPTED as PREEMPTED
 
-__all__ = ["Checkpoint", "ElasticSampler", "PREEMPTED", "keep_global_batch", "scale_lr"]
+__all__ = ["Checkpoint", "ElasticSampler", "PREEMPTED", "keep_global_batch", "logical_ranks", "scale_lr"]

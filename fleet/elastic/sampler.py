@@ -5,6 +5,11 @@ An epoch is one order of all samples, the same on every worker. ``done`` of them
 round-robin: worker ``r`` of ``n`` gets the positions ``done + r``, ``done + r + n``, and so on. After ``m`` samples
 per worker the first ``done + m * n`` positions have been used, without a gap, so that any other number of workers can
 deal the rest.
+
+With a ``batch_size`` B whole batches are dealt, to ``v`` workers: round ``u`` after ``done`` gives worker ``r`` the
+positions from ``done + (u v + r) B`` on. In a reproducible job these are the logical workers, whose number stays; each
+process gets the batches of those that it hosts, round by round. The last round of an epoch, in which less than ``v B``
+samples are left, begins the order again for the rest, or is dropped with ``drop_last``.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from fleet.elastic.logical_loop import NumberedBatches, check_loader, numbered_loader, turns
 from fleet.errors import CheckpointError, ConfigError
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_job
 from fleet.training.batch_loops import BatchLoops
 
@@ -33,11 +40,13 @@ class ElasticSampler(Sampler[int]):
         dataset: anything with a length.
         shuffle: draw a new order in each epoch, from ``seed`` and the number of the epoch.
         seed: the same on every worker.
-        drop_last: drop up to ``num_workers - 1`` samples at the end of an epoch; by default that many are seen
-            twice, so that every worker takes the same number of steps.
+        drop_last: drop up to ``num_workers - 1`` samples at the end of an epoch (with ``batch_size`` up to
+            ``num_workers * batch_size - 1``); by default that many are seen twice, so that every worker takes the same
+            number of steps.
         num_workers: number of workers that train on different rows; ``fleet.data_replicas()`` by default.
         rank: which of them this worker is; ``fleet.data_rank()`` by default, so that the workers that hold one copy
             of the model together (mp, pp, sep, cp) get the same rows.
+        batch_size: deal whole batches of this size, as ``strategy.reproducible`` needs it; the loader's own.
 
     Raises:
         ConfigError: ``dataset`` has no length, or rank and number of workers do not match.
@@ -57,7 +66,7 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-        num_workers: int | None = None, rank: int | None = None,
+        num_workers: int | None = None, rank: int | None = None, batch_size: int | None = None,
     ) -> None:  # fmt: skip
         if not hasattr(dataset, "__len__"):
             raise ConfigError(f"ElasticSampler(dataset={dataset!r}) takes a data set with a length.")
@@ -68,15 +77,29 @@ class ElasticSampler(Sampler[int]):
                 raise ConfigError(f"ElasticSampler({name}={switch!r}) takes True or False.")
         if not _is_whole(seed):
             raise ConfigError(f"ElasticSampler(seed={seed!r}) takes an integer from 0, the same on every worker.")
+        self._logical = _logical_workers() if num_workers is None else None
         if num_workers is None or rank is None:
             num_workers, rank = _own_place()
         if not _is_whole(num_workers) or num_workers < 1:
             raise ConfigError(f"ElasticSampler(num_workers={num_workers!r}) takes an integer from 1.")
         if not _is_whole(rank) or rank >= num_workers:
             raise ConfigError(f"ElasticSampler(rank={rank!r}) takes a rank from 0 to {num_workers - 1}.")
+        if batch_size is not None and (not _is_whole(batch_size) or batch_size < 1):
+            raise ConfigError(f"ElasticSampler(batch_size={batch_size!r}) takes the number of samples of a batch.")
+        if self._logical is not None and batch_size is None:
+            raise ConfigError(
+                "ElasticSampler(data) deals samples, and with 'reproducible' logical workers get whole batches. Write "
+                "ElasticSampler(data, batch_size=B) with the loader's batch size."
+            )
         self.num_samples = len(dataset)
-        self.num_workers = num_workers
+        self.num_workers = num_workers if self._logical is None else self._logical.num
         self.rank = rank
+        self.batch_size = batch_size
+        self._ranks = [rank] if self._logical is None else list(self._logical.ranks)
+        self._dealt = batch_size or 1  # samples that a worker gets at once
+        self._numbered: tuple[Any, DataLoader[Any]] | None = (
+            None  # the loader of the last pass, and the one in its place
+        )
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
@@ -90,8 +113,14 @@ class ElasticSampler(Sampler[int]):
     @property
     def done(self) -> int:
         """How many samples of this epoch all workers have used in total."""
-        # The last turn may repeat samples, so that all workers get equally many.
-        return min(self._start + self._recorded * self.num_workers, self.num_samples)
+        # The last round may repeat samples, so that all workers get equally many.
+        rounds = self._recorded // (self._dealt * len(self._ranks))
+        return min(self._start + rounds * self._per_round, self.num_samples)
+
+    @property
+    def _per_round(self) -> int:
+        """How many samples all workers get in one round."""
+        return self._dealt * self.num_workers
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, unless it is the current one: then the rest of it comes next."""
@@ -145,6 +174,13 @@ class ElasticSampler(Sampler[int]):
                 "sampler.batches(loader) takes a DataLoader with in_order=True: otherwise it is unknown which samples "
                 "a batch holds."
             )
+        if self.batch_size is not None:
+            check_loader(loader, self.batch_size)
+        if self._logical is not None:
+            self._logical.begin_loop(self)
+            if self._numbered is None or self._numbered[0] is not loader:
+                self._numbered = loader, numbered_loader(loader, NumberedBatches(self, batch_size, self._numbers))
+            return self._counted(turns(self._logical, iter(self._numbered[1])), batch_size)
         # A loader draws a number from torch's generator when it starts; in a resumed epoch that has already happened,
         # and with persistent workers in the first epoch.
         has_drawn = self._continues if loader.persistent_workers else self._is_resumed and self.done
@@ -233,18 +269,31 @@ class ElasticSampler(Sampler[int]):
     def _end(self) -> int:
         """Returns the end of the positions that are dealt from the current start without repeating any."""
         left = self.num_samples - self._start
-        return self._start + (left // self.num_workers * self.num_workers if self.drop_last else left)
+        return self._start + (left // self._per_round * self._per_round if self.drop_last else left)
 
     def _share(self, start: int) -> int:
+        return self._rounds(start) * self._dealt * len(self._ranks)
+
+    def _rounds(self, start: int) -> int:
         left = max(self.num_samples - start, 0)
-        return left // self.num_workers if self.drop_last else -(-left // self.num_workers)
+        return left // self._per_round if self.drop_last else -(-left // self._per_round)
+
+    def _numbers(self) -> Iterator[tuple[int, ...]]:
+        """Yields the number of each batch of this pass, see ``NumberedBatch``."""
+        assert self._logical is not None
+        first = self._start // self._per_round
+        for number in range(first, first + self._rounds(self._start)):
+            for rank in self._ranks:
+                yield self._logical.seed, self.epoch, rank, number
 
     def _places(self, start: int) -> Iterator[int]:
         order = self._order()
-        for turn in range(self._share(start)):
-            self._handed_out += 1
-            # Past the end the order starts over, as in DistributedSampler.
-            yield order[(start + self.rank + turn * self.num_workers) % self.num_samples]
+        for first in range(start, start + self._rounds(start) * self._per_round, self._per_round):
+            for rank in self._ranks:
+                for place in range(first + rank * self._dealt, first + (rank + 1) * self._dealt):
+                    self._handed_out += 1
+                    # Past the end the order starts over, as in DistributedSampler.
+                    yield order[place % self.num_samples]
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -268,3 +317,8 @@ def _own_place() -> tuple[int, int]:
     if job is not None:
         return job.data_replicas, job.data_rank
     return get_world_size(), get_rank()
+
+
+def _logical_workers() -> LogicalWorkers | None:
+    job = running_job()
+    return None if job is None else job.logical

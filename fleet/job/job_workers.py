@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fleet.job.axes import Axes
 from fleet.job.broken_exchange import UncaughtErrors, explained
 from fleet.job.listener import Listeners
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.roll_call import RollCall
 from fleet.job.wrapped_model import WrappedModel
 
@@ -46,6 +47,7 @@ class Workers:
         models: the wrapped models, to which the session adds; errors name their parameters.
         num_steps: steps that distributed optimizers have made.
         listeners: the listeners of the job.
+        logical: the logical workers of a reproducible job; ``None`` in any other.
         has_tables: whether parameter servers hold tables of it, or may do so later.
         closed: whether the job is over.
     """
@@ -61,6 +63,7 @@ class Workers:
     models: Sequence[WrappedModel] = ()
     num_steps: int = 0
     listeners: Listeners = field(default_factory=Listeners)
+    logical: LogicalWorkers | None = None
     has_tables: bool = False
     closed: bool = False
     _host_group: dist.ProcessGroup | None = None

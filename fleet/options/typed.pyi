@@ -734,6 +734,30 @@ class RecomputeConfigView(ConfigView):
         self, changes: RecomputeConfigDict | RecomputeConfigView = ..., /, **keys: Unpack[RecomputeConfigDict]
     ) -> None: ...
 
+class ReproducibleConfigDict(TypedDict, total=False):
+    """The keys of reproducible_configs."""
+
+    logical_workers: int
+    """Logical workers for the whole training; at least as many as there will ever be processes. Default: 8."""
+    threads: int
+    """Threads of each process, whatever their number: sums in other threads round differently. Default: 1."""
+
+ReproducibleConfigKey: TypeAlias = Literal["logical_workers", "threads"]
+
+class ReproducibleConfigView(ConfigView):
+    """The settings of reproducible_configs; see ReproducibleConfigDict."""
+
+    logical_workers: int
+    threads: int
+    def __getitem__(self, key: Literal["logical_workers", "threads"], /) -> int: ...
+    def __setitem__(self, key: Literal["logical_workers", "threads"], value: int, /) -> None: ...
+    def __delitem__(self, key: ReproducibleConfigKey, /) -> None: ...
+    def pop(self, key: ReproducibleConfigKey, /, *default: Any) -> Any: ...
+    def setdefault(self, key: ReproducibleConfigKey, default: Any = None, /) -> Any: ...
+    def update(
+        self, changes: ReproducibleConfigDict | ReproducibleConfigView = ..., /, **keys: Unpack[ReproducibleConfigDict]
+    ) -> None: ...
+
 class ShardingConfigDict(TypedDict, total=False):
     """The keys of sharding_configs."""
 
@@ -2572,6 +2596,15 @@ class TypedOptions:
         """Settings of 'recompute'."""
     @recompute_configs.setter
     def recompute_configs(self, value: RecomputeConfigDict | RecomputeConfigView) -> None: ...
+    reproducible: bool
+    """Give weights, optimizer state and losses the same bits on any number of workers, through resizes. Default:
+    False.
+    """
+    @property
+    def reproducible_configs(self) -> ReproducibleConfigView:
+        """Settings of 'reproducible'."""
+    @reproducible_configs.setter
+    def reproducible_configs(self, value: ReproducibleConfigDict | ReproducibleConfigView) -> None: ...
     sharding: bool
     """Divide optimizer state, gradients and parameters among workers (ZeRO stages 1, 2 and 3). Default: False."""
     @property

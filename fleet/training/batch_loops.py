@@ -85,6 +85,12 @@ class BatchLoops(Listener):
 
         ``data`` is the object that the loop goes over, where that is known.
         """
+        logical = self._job.logical
+        if logical is not None:
+            if logical.loop is data:
+                logical.end_turn()
+            if not logical.is_at_update:
+                return
         # A save of the position in other data is one batch too far now: that batch is given and not trained yet.
         self.holds_untrained = True
         try:
@@ -110,7 +116,13 @@ class BatchLoops(Listener):
 
     def before_forward(self, model: WrappedModel) -> None:
         """Begins a batch before a forward that trains, in a loop that does not say when it asks for one."""
-        if self.checkpoints and not self._running and torch.is_grad_enabled() and self._job.models[0].training:
+        in_turn = self._job.logical is not None and self._job.logical.is_open
+        if (
+            self.checkpoints
+            and not (self._running or in_turn)
+            and torch.is_grad_enabled()
+            and self._job.models[0].training
+        ):
             self.after_batch()
 
 

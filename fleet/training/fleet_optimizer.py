@@ -43,6 +43,9 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters; strategies that count steps may only add up a batch."""
         job = self._job
+        if job.logical is not None and self.only_counts():
+            job.beat()
+            return super().step(closure)  # the turn of a logical worker: no step of the job yet
         has_closure = closure is not None
         try:
             if any(model._redirected for model in job.models):

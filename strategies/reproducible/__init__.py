@@ -1,0 +1,5 @@
+"""reproducible: the same bits on any number of workers, by logical workers that processes host in turns."""
+
+from fleet.strategies.reproducible.reproducible import Reproducible
+
+__all__ = ["Reproducible"]

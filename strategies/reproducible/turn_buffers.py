@@ -1,0 +1,71 @@
+"""Buffers of logical workers: each begins a turn with the model's, and those of logical worker 0 become the model's.
+
+As in DistributedDataParallel, which sends worker 0's buffers to all others before each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fleet.job.logical_workers import LogicalWorkers
+from fleet.strategies._gradients.flat import broadcast_from_rank_0
+
+
+class TurnBuffers:
+    """The buffers of all models of a job.
+
+    Args:
+        models: returns the models.
+        logical: the logical workers.
+        group: the processes; ``None`` with one.
+    """
+
+    def __init__(self, models: Callable[[], Sequence[nn.Module]], logical: LogicalWorkers, group: Any) -> None:
+        self._models = models
+        self._logical = logical
+        self._group = group
+        self._of_model: list[Tensor] = []  # at the beginning of the round
+        self._of_first: list[Tensor] = []  # of logical worker 0, after its turn
+        logical.begins.append(self.begin)
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for model in self._models():
+            yield from model.buffers()
+
+    @torch.no_grad()
+    def begin(self, rank: int) -> None:
+        """Gives logical worker ``rank`` the buffers of the model."""
+        own = list(self._buffers())
+        if self._logical.place == 0:
+            self._of_model = [buffer.clone() for buffer in own] if len(self._logical.ranks) > 1 else []
+        else:
+            _put(self._of_model, own)
+
+    @torch.no_grad()
+    def note_step(self) -> None:
+        """Keeps the buffers of logical worker 0, whose turn may be under way."""
+        if self._logical.rank == 0 and len(self._logical.ranks) > 1:
+            self._of_first = [buffer.clone() for buffer in self._buffers()]
+
+    def share(self) -> None:
+        """Makes the buffers those of logical worker 0, on every process; called at the end of a round."""
+        own = list(self._buffers())
+        if not own:
+            return
+        if self._logical.host == 0:
+            _put(self._of_first, own)
+        if self._group is not None:
+            broadcast_from_rank_0(own, self._group)
+        self._of_first = []
+
+
+@torch.no_grad()
+def _put(kept: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    # Buffers that were registered since have no earlier value.
+    for old, buffer in zip(kept, buffers, strict=False):
+        if old.shape == buffer.shape:
+            buffer.copy_(old)
