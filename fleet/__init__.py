@@ -69,6 +69,7 @@ _HOMES = {
     "spawn": "fleet.parallel",
     "split": "fleet.layers.mpu.mp_ops",
     "train_from_dataset": "fleet.dataset.training",
+    "update_loss": "fleet.trackers.update_loss",
 }
 _MODULES = (
     "base",

@@ -163,6 +163,8 @@ def rescale(optimizer: Optimizer, scheduler: Any, declared: list[float | None]) 
 
 def warn_of_resize(saved: dict[str, Any], job: Job, k_steps: int, declared: list[float | None]) -> None:
     """Warns when the global batch differs from the checkpoint's and no rule was declared."""
+    if job.logical is not None:
+        return  # an update has the batches of all logical workers, whose number stays
     before = replicas_of(saved) * saved["k_steps"]
     after = job.data_replicas * k_steps
     if before == after or (declared and None not in declared):

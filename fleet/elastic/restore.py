@@ -155,7 +155,7 @@ class Restore:
         On another mesh the workers of one model copy get the same global generators, and streams by name begin anew.
         """
         mine = predecessor(rest, self._job)
-        if mine is not None:
+        if mine is not None and self._job.logical is None:  # its numbers follow from the optimizer's state
             set_random_states(mine["random"], streams=is_same_mesh(rest, self._job))
 
     def _complete_checkpoints(self) -> Iterator[tuple[str, str]]:

@@ -53,6 +53,8 @@ class LogicalWorkers:
         seed: the job's seed, from which all random numbers follow.
         round: the number of rounds that have ended.
         place: the index in ``ranks`` of the present turn, or between turns of the next one.
+        count: what the batch of the present turn counts in means over an update: 1, or as ``fleet.mean`` was told.
+        is_counted: whether ``fleet.mean`` was told so, in this turn.
         is_open: whether a turn has begun and not ended.
         kernels: what the bits of this process depend on, by name.
         loop: what the loop goes over that begins and ends turns.
@@ -69,6 +71,8 @@ class LogicalWorkers:
         self.seed = torch.initial_seed()
         self.round = 0
         self.place = 0
+        self.count = 1.0
+        self.is_counted = False
         self.is_open = False
         self.kernels: dict[str, str] = {}
         self.loop: object = None
@@ -107,6 +111,8 @@ class LogicalWorkers:
         rank = self.rank
         self.draw_from("turn", self.round, rank)
         self.is_open = True
+        self.count = 1.0
+        self.is_counted = False
         for begin in self.begins:
             begin(rank)
         return rank

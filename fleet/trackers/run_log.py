@@ -110,6 +110,10 @@ class RunLog(Listener):
         with nullcontext() if times is None else times.aside():
             return self._log(values, step)
 
+    def means_of(self, call: str, values: dict[str, float]) -> dict[str, float] | None:
+        """Returns the means of ``values``, see ``fleet.update_loss``; nothing is written."""
+        return self._means.of(values, self._step, call)
+
     def _log(self, values: Any, step: Any) -> dict[str, float]:
         job = self._job
         if job.record.kind is not Role.WORKER:
@@ -117,6 +121,8 @@ class RunLog(Listener):
         number = self._step if step is None else _checked_steps("step", step)
         own = as_numbers(values)
         means = self._means.of(own, number)
+        if means is None:
+            return {}
         # The script counts its own steps; the trackers start without a first step, since nothing of an earlier run
         # can be superseded.
         if self._trackers and number != self._step:

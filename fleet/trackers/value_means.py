@@ -27,6 +27,7 @@ from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.job.whereabouts import named
 from fleet.strategies._shared.exchanged_texts import gather_texts
+from fleet.trackers.logical_values import LogicalValues
 
 __all__ = ["ValueMeans", "as_numbers"]
 
@@ -41,9 +42,12 @@ class ValueMeans:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: dist.ProcessGroup | None = None
+        self._of_turns = LogicalValues(job)
 
-    def of(self, values: dict[str, float], step: int) -> dict[str, float]:
+    def of(self, values: dict[str, float], step: int, call: str = _CALL) -> dict[str, float] | None:
         """Returns the mean of each value over the workers; every worker must call it.
+
+        In a turn of a reproducible job it is the mean over the logical workers, and ``None`` before the last turn.
 
         In a parameter-server job, whose workers do not step together, the values are returned as they are. Of the
         workers that hold one copy of the model together, one represents the copy, see ``UtilBase.reduce_replicas``.
@@ -53,6 +57,8 @@ class ValueMeans:
             RendezvousError: a worker does not call it.
         """
         job = self._job
+        if job.logical is not None and job.logical.is_open:
+            return self._of_turns.of(call, values, step)
         if job.world_size == 1 or not job.collective:
             return values
         if self._group is None:
@@ -79,6 +85,7 @@ class ValueMeans:
     def close(self) -> None:
         """Releases the group."""
         self._group = None
+        self._of_turns.close()
 
     def _sum(self, own: list[float], length: int) -> list[float]:
         vector = torch.zeros(length, dtype=torch.float64)
@@ -110,7 +117,7 @@ class ValueMeans:
         )
 
 
-def as_numbers(values: Any) -> dict[str, float]:
+def as_numbers(values: Any, call: str = _CALL) -> dict[str, float]:
     """Returns ``values`` as floats; tensors of one device are fetched together.
 
     Raises:
@@ -118,20 +125,20 @@ def as_numbers(values: Any) -> dict[str, float]:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f'{_CALL} takes a dictionary of names and numbers, as in {{"loss": loss}}; got {values!r:.80}.'
+            f'{call} takes a dictionary of names and numbers, as in {{"loss": loss}}; got {values!r:.80}.'
         )
     found: dict[str, float] = {}
     tensors: dict[str, Tensor] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{_CALL}: a name is {name!r:.80}; it takes names that are texts, and not empty.")
+            raise ConfigError(f"{call}: a name is {name!r:.80}; it takes names that are texts, and not empty.")
         if isinstance(value, Tensor):
-            tensors[name] = _scalar(name, value)
+            tensors[name] = _scalar(name, value, call)
         elif isinstance(value, numbers.Real) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
-            found[name] = _float(name, value)
+            found[name] = _float(name, value, call)
         else:
             hint = f" Log its parts as '{name}/...'." if isinstance(value, Mapping) else ""
-            raise ConfigError(f"{_CALL}: {name!r} is {value!r:.80}; it takes a number or a tensor of one.{hint}")
+            raise ConfigError(f"{call}: {name!r} is {value!r:.80}; it takes a number or a tensor of one.{hint}")
     by_device: dict[torch.device, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu":
@@ -145,20 +152,20 @@ def as_numbers(values: Any) -> dict[str, float]:
     return {name: found[name] for name in values}
 
 
-def _float(name: str, value: Any) -> float:
+def _float(name: str, value: Any, call: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{_CALL}: {name!r} is {value!r:.80}; it takes a number.") from None
+        raise ConfigError(f"{call}: {name!r} is {value!r:.80}; it takes a number.") from None
 
 
-def _scalar(name: str, value: Tensor) -> Tensor:
+def _scalar(name: str, value: Tensor, call: str) -> Tensor:
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     if value.numel() != 1 or value.is_complex():
         raise ConfigError(
-            f"{_CALL}: {name!r} is a tensor of shape {tuple(value.shape)} and {value.dtype}; it takes one real number. "
+            f"{call}: {name!r} is a tensor of shape {tuple(value.shape)} and {value.dtype}; it takes one real number. "
             "Log its mean()."
         )
     return value.reshape(())

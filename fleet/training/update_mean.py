@@ -26,6 +26,7 @@ from fleet.strategies._shared.backward_calls import watch_losses
 from fleet.strategies._shared.optimizer_wrapper import OptimizerWrapper
 from fleet.strategies._shared.parts import part_of
 from fleet.strategies._shared.waiting import wait_for
+from fleet.training.logical_mean import logical_mean
 from fleet.training.mean_order import MeanOrder
 from fleet.training.mean_window import (
     OTHER_STATE,
@@ -101,6 +102,8 @@ def mean(total: Tensor, count: Tensor | float, *, update_count: Tensor | float |
         quotient: Tensor = total / divisor(_at(total, own))
         return quotient
     means: UpdateMeans = job.listeners.get(UpdateMeans)
+    if job.logical is not None and torch.is_grad_enabled() and total.requires_grad:
+        return logical_mean(job.logical, total, float(own), None if ahead is None else float(ahead))
     own_sums = Sums(number_in(total), _at(total, own))
     if ahead is None:
         return means.mean(total, own_sums, None)

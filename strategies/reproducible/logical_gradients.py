@@ -24,6 +24,7 @@ from fleet.strategies._gradients.accumulator import Accumulator
 from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._gradients.reducer import overlapped_buckets
 from fleet.strategies._gradients.set_aside import SetAside
+from fleet.strategies.reproducible.batch_counts import BatchCounts
 from fleet.strategies.reproducible.same_kernels import warn_of_other_kernels
 from fleet.strategies.reproducible.tree_bucket import TreeBucket
 
@@ -53,7 +54,8 @@ class LogicalGradients(SetAside):
         self._group = group
         self._bucket_bytes = bucket_MiB * _MIB
         self._last_bucket_bytes = last_bucket_MiB * _MIB
-        self._divisor = float(logical.num * logical.rounds_per_update) if averages else 1.0
+        self._averaged = float(logical.num * logical.rounds_per_update) if averages else 1.0
+        self._counts = BatchCounts(logical, group)
         self._buckets: list[TreeBucket] = []
         self._bucket_of: dict[Tensor, TreeBucket] = {}
         self._next = 0  # the bucket that is sent next
@@ -201,26 +203,29 @@ class LogicalGradients(SetAside):
         """Exchanges what was not sent yet; ``.grad`` is the update's where the round completes one."""
         while self._next < len(self._buckets):
             self._send_next(self.pending.get)
+        self._exchanged = True
+        if not self.is_last:
+            for bucket in self._buckets:
+                bucket.reduce()
+            return
+        divisor = self._counts.divisor(self._averaged)
         for bucket in self._buckets:
             bucket.reduce()
-            if self.is_last:
-                bucket.gather(self._divisor)
-        self._exchanged = True
-        for bucket in self._buckets if self.is_last else ():
+            bucket.gather(divisor)
+        for bucket in self._buckets:
             gradients, agreed = bucket.finish()
-            self._check_agreed(bucket, agreed)
+            self._check_agreed(bucket, agreed * divisor)
             for parameter, gradient in gradients.items():
                 old = self._old.get(parameter)
                 parameter.grad = gradient if old is None else old + gradient
-        if self.is_last:
-            for parameter, old in self._old.items():
-                parameter.grad = old if parameter.grad is None else parameter.grad
+        for parameter, old in self._old.items():
+            parameter.grad = old if parameter.grad is None else parameter.grad
 
     def _check_agreed(self, bucket: TreeBucket, agreed: float) -> None:
         if bucket.parameters[0].dtype not in (torch.float32, torch.float64):
             return  # a sum of narrower numbers is not exact
         expected = self._logical.num * (self._agreed_before + self._agreed())
-        if abs(agreed * self._divisor - expected) > 0.5:
+        if abs(agreed - expected) > 0.5:
             raise ConfigError(
                 "The workers exchange gradients of different updates, or with different seeds: torch.manual_seed() was "
                 "called after distributed_model() with a seed that depends on the rank. Give all workers one seed: "
@@ -241,6 +246,7 @@ class LogicalGradients(SetAside):
         if ends_round and not self._exchanged:
             self._next = 0
             self._exchange()  # a batch without a backward pass; the others wait
+        self._counts.note_batch()
         rank = self._logical.rank
         agreed = self._agreed()
         is_last = Accumulator.end_batch(self)
@@ -266,6 +272,7 @@ class LogicalGradients(SetAside):
         Accumulator.end_update(self)
         self._old = {}
         self._agreed_before = 0
+        self._counts.clear()
         for bucket in self._buckets:
             bucket.drop_merged()
 

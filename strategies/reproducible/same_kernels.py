@@ -33,7 +33,7 @@ def kernels_of(device: torch.device) -> dict[str, str]:
     found = {
         "processor": _processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
+        "torch": f"{torch.__version__}",
         "threads": f"{torch.get_num_threads()}",
         "device": device.type,
     }
