@@ -20,8 +20,8 @@ from fleet.strategies.reproducible.tree import tree_sum
 class LogicalValues:
     """Collects values in the turns of a round, and gives their means where the round ends.
 
-    The mean is that of the tree of gradients, in 64 bits. Where the batches of a round have counts (``fleet.mean``), each
-    value weighs as much as its batch counts.
+    The sum follows the tree of the gradients, in 64 bits. Where the batches of a round have counts (``fleet.mean``),
+    each value weighs as much as its batch counts.
     """
 
     def __init__(self, job: Job) -> None:

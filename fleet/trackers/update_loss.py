@@ -14,10 +14,9 @@ __all__ = ["update_loss"]
 def update_loss(loss: Any) -> float | None:
     """Returns the mean of ``loss`` over all batches of an update; ``None`` after a batch that does not complete it.
 
-    Every worker calls it once for each batch. With ``strategy.reproducible`` the number has the same bits on any number of
-    workers, and it is ``None`` in the turns before the last one: what belongs to an update, as an average of the
-    weights, stands under ``if value is not None``. Without it every batch of this worker has a number, the mean over the
-    workers.
+    Every worker calls it once for each batch. With ``strategy.reproducible`` the number has the same bits on any number
+    of workers, and it is ``None`` in the turns before the last one: what belongs to an update, as an average of the
+    weights, stands under ``if value is not None``. Without it every batch has a number, the mean over the workers.
 
     Args:
         loss: the loss of this batch, a number or a tensor of one element.

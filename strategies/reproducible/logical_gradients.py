@@ -1,11 +1,11 @@
 """LogicalGradients: the gradients of one optimizer, kept by logical worker until the last of an update has them.
 
 [Note: The way of a logical gradient]
-A backward pass fills ``.grad`` as ever. At its end the gradients are set aside, so that code between ``backward()`` and
-``step()`` finds none that are incomplete; ``step()`` puts them into the tree as those of the logical worker whose turn
-it is. In the last turn they are exchanged while backward runs, bucket by bucket, and ``.grad`` holds the gradient of the
-whole update when it ends: clipping, loss scaling and the update rule see what one process would see. A second backward
-pass in that turn exchanges again, from the same sums of the earlier turns.
+A backward pass fills ``.grad`` as ever. At its end the gradients are set aside, so that code between ``backward()``
+and ``step()`` finds none that are incomplete; ``step()`` puts them into the tree as those of the logical worker whose
+turn it is. In the last turn they are exchanged while backward runs, bucket by bucket, and ``.grad`` holds the gradient
+of the whole update when it ends: clipping, loss scaling and the update rule see what one process would see. A second
+backward pass in that turn exchanges again, from the same sums of the earlier turns.
 """
 
 from __future__ import annotations
@@ -78,16 +78,17 @@ class LogicalGradients(SetAside):
         if self.pending or (self._logical.is_last and self.steps % len(self._logical.ranks)):
             raise ConfigError(
                 f"The loop asks for its next batch, and optimizer.step() was not called on that of logical worker "
-                f"{self._logical.rank}. With 'reproducible' every batch is followed by step(), which updates at the last "
-                "one of an update. To merge batches, set strategy.gradient_merge; to skip one, multiply its loss by 0."
+                f"{self._logical.rank}. With 'reproducible' every batch is followed by step(), which updates at the "
+                "last one of an update. To merge batches, set strategy.gradient_merge; to skip one, multiply its loss "
+                "by 0."
             )
 
     def _check_turn(self, call: str) -> None:
         logical = self._logical
         if not logical.is_open:
             raise ConfigError(
-                f"{call} on a batch that belongs to no logical worker: with 'reproducible' the rows of a batch must not "
-                "depend on the number of workers. Use fleet.elastic.ElasticSampler(data, batch_size=B) and iterate "
+                f"{call} on a batch that belongs to no logical worker: with 'reproducible' the rows of a batch must "
+                "not depend on the number of workers. Use fleet.elastic.ElasticSampler(data, batch_size=B) and iterate "
                 "over sampler.batches(loader) in place of a DistributedSampler; for data of your own, run the loop "
                 "once for each rank in fleet.elastic.logical_ranks()."
             )
@@ -143,16 +144,15 @@ class LogicalGradients(SetAside):
             return
         for hook in self._hooks:
             hook.remove()
-        self._bucket_of = dict.fromkeys(trained)  # type: ignore[arg-type]
         self._buckets = [
             TreeBucket(some, self._logical, self._group)
             for same in chunks(list(reversed(trained)), float("inf"))
             for some in overlapped_buckets(same, self._bucket_bytes, self._last_bucket_bytes)
         ]
-        for bucket in self._buckets:
-            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        found = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._bucket_of = {p: found[p] for p in trained}
         arrived = partial(_complete, weakref.ref(self))
-        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[arg-type]
+        self._hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]
 
     def complete(self, parameter: Tensor) -> None:
         """Sends the buckets whose gradients are complete, in the last turn; ``parameter`` has just got its own."""

@@ -105,8 +105,8 @@ class Reproducible(StepCounter, GradientKeeper):
             return None  # hybrid says what is wrong with them
         if divided := [axis for axis in _PARTS if degrees.get(axis, 1) > 1]:
             return (
-                f"'reproducible' is on and the {divided[0]} degree is {degrees[divided[0]]}: sums over parts of a layer "
-                f"or of a sequence depend on the number of parts. Set {divided[0]}_degree to 1."
+                f"'reproducible' is on and the {divided[0]} degree is {degrees[divided[0]]}: sums over parts of a "
+                f"layer or of a sequence depend on the number of parts. Set {divided[0]}_degree to 1."
             )
         return _problem_of_sharding(options)
 
@@ -145,15 +145,16 @@ class Reproducible(StepCounter, GradientKeeper):
         """Raises ConfigError for LBFGS, which runs batches by itself."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
-                "'reproducible' updates after the batches of all logical workers, and torch.optim.LBFGS runs its closure "
-                "as often as it likes in one step(). Use another optimizer, or turn reproducible off."
+                "'reproducible' updates after the batches of all logical workers, and torch.optim.LBFGS runs its "
+                "closure as often as it likes in one step(). Use another optimizer, or turn reproducible off."
             )
 
     def use_scaler(self, scaler: Any) -> None:
         """Raises ConfigError: a GradScaler looks at the gradients of each batch."""
         raise ConfigError(
-            "fleet.distributed_scaler(): a GradScaler looks for gradients at each scaler.step(), and with 'reproducible' "
-            "they are complete at the last batch of an update. Set strategy.amp = True, which scales the loss by itself."
+            "fleet.distributed_scaler(): a GradScaler looks for gradients at each scaler.step(), and with "
+            "'reproducible' they are complete at the last batch of an update. Set strategy.amp = True: it scales the "
+            "loss by itself."
         )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -244,5 +245,8 @@ def _problem_of_sharding(options: Values) -> str | None:
     }
     for key, count in merged.items():
         if count > 1:
-            return f"'reproducible' is on and {key} is {count}. Set it to 1, and gradient_merge_configs['k_steps'] instead."
+            return (
+                f"'reproducible' is on and {key} is {count}. Set it to 1, and gradient_merge_configs['k_steps'] in its "
+                "place."
+            )
     return None

@@ -65,8 +65,8 @@ def warn_of_other_kernels(saved: Mapping[str, Any], now: Mapping[str, Any]) -> N
     """Warns where the bits may differ from those of the job that has saved."""
     if found := differences(saved, now):
         warnings.warn(
-            f"'reproducible': the checkpoint was written with other kernels ({found}). The training goes on and differs "
-            "from the undisturbed one by rounding from here on.",
+            f"'reproducible': the checkpoint was written with other kernels ({found}). The training goes on, and from "
+            "here on differs from the undisturbed one by rounding.",
             OptionWarning,
             stacklevel=6,
         )

@@ -1,10 +1,10 @@
 """TreeBucket: gradients that travel together, summed over all logical workers in the order of the tree.
 
 [Note: The exchange]
-A process holds the sums of the largest nodes of the tree over its logical ranks, each in one flat buffer that is divided
-into as many slices as there are processes. It sends slice ``n`` of each of them to process ``n``, which adds what it
-got in the order of the tree, and sends the sum to all others. Where one node covers a block (powers of two), as many
-bytes travel as in a ring: 2 (N - 1) / N of the gradients. Elsewhere the first half is larger: the nodes of a block
+A process holds the sums of the largest nodes of the tree over its logical ranks, each in one flat buffer that is
+divided into as many slices as there are processes. It sends slice ``n`` of each of them to process ``n``, which adds
+what it got in the order of the tree, and sends the sum to all others. Where one node covers a block (powers of two), as
+many bytes travel as in a ring: 2 (N - 1) / N of the gradients. Elsewhere the first half is larger: the nodes of a block
 travel apart.
 
 Behind the gradients stand flags, which are summed with them: for each parameter how many logical workers have a
@@ -49,7 +49,7 @@ class TreeBucket:
         length = self._size + len(self.parameters) + 1
         self._slice = -(-length // logical.num_hosts)
         first = self.parameters[0]
-        self._like = {"dtype": first.dtype, "device": first.device}
+        self._like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
         self._stack = self._new_stack()
         self._merged: Tensor | None = None  # this process's slice of earlier rounds
         self._sent: tuple[Any, Tensor] | None = None
