@@ -72,13 +72,13 @@ def remarks(options: Values, steps: Sequence[type[Strategy]], world_size: int, *
         unused = [key for key in settings_of(strategy) if options.is_set(key)]
         elsewhere = foreign(strategy, collective=collective)
         is_kind = issubclass(strategy, JobKind)
+        standing_in = [step for step in steps if name in step.replaces(options)]
         if elsewhere is not None:
             switched = (strategy.default or not is_kind and _is_on(strategy, options)) and options.is_set(name)
             unused = [name, *unused] if switched else unused
             why = elsewhere
-        elif is_kind:
+        elif is_kind or (standing_in and strategy.chosen(options)):
             # With one worker there is nothing to exchange, and every script that runs alone would be told so.
-            standing_in = [step for step in steps if name in step.replaces(options)]
             honoured = [key for step in standing_in for key in step.replaces(options)[name]]
             unused = [key for key in unused if standing_in and key not in honoured]
             why = f"'{standing_in[0].name}' takes the place of {name}" if standing_in else ""
@@ -118,6 +118,7 @@ def chosen_strategies(options: Values, world_size: int, *, collective: bool) -> 
     able = [s for s in REGISTRY.values() if foreign(s, collective=collective) is None]
     chosen = [strategy for strategy in able if not issubclass(strategy, JobKind) and strategy.chosen(options)]
     replaced = {name for strategy in chosen for name in strategy.replaces(options)}
+    chosen = [strategy for strategy in chosen if strategy.name not in replaced]
     if world_size > 1 or not collective:
         chosen += [s for s in able if issubclass(s, JobKind) and s.name not in replaced]
     return sorted(chosen, key=lambda s: (s.stage, s.name))
