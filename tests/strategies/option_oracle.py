@@ -311,4 +311,6 @@ OWN = {"to_static", "to_static_configs", "fp16_allreduce_configs", "check_nan_in
     "trackers",
     "tracker_configs",
     "check_every",
+    "reproducible",
+    "reproducible_configs",
 }

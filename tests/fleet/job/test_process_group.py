@@ -147,7 +147,9 @@ def use_collectives() -> list[float]:
     ones = torch.ones(2, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, of torch.distributed.nn
-        total = torch.cat(torch.distributed.nn.functional.all_gather(ones)).sum()
+        from torch.distributed.nn.functional import all_gather
+
+        total = torch.cat(all_gather(ones)).sum()
     total.backward()
     torch.distributed.all_reduce(total)
     assert ones.grad is not None
