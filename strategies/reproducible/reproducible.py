@@ -100,7 +100,7 @@ class Reproducible(StepCounter, GradientKeeper):
                 "logical worker at least. Start fewer workers, or, before the training begins, set more."
             )
         try:
-            degrees = plan_axes(options, world_size)
+            degrees = {**plan_axes(options, world_size), "ep": options["hybrid_configs"].ep_degree}
         except ConfigError:
             return None  # hybrid says what is wrong with them
         if divided := [axis for axis in _PARTS if degrees.get(axis, 1) > 1]:
