@@ -277,15 +277,15 @@ def test_an_epoch_goes_on_with_another_number_of_hosts(hosts: int, monkeypatch: 
         data = Numbers(43)
         sampler = ElasticSampler(data, batch_size=2, seed=3)
         sampler.load_state_dict(state)
-        numbers, found = [], []
+        found = []
         for batch in sampler.batches(DataLoader(data, batch_size=2, sampler=sampler)):
             found.append(batch.tolist())
             logical.end_turn()
         expected = [whole[rank][number] for number in range(2, 8) for rank in logical.ranks]
         assert found == expected
         sampler.load_state_dict(state)
-        numbers = [number for *_, number in sampler._numbers()]
-        assert numbers == [number for number in range(2, 8) for _ in logical.ranks]
+        numbers = [(rank, number) for *_, rank, number in sampler._numbers()]
+        assert numbers == [(rank, number) for number in range(2, 8) for rank in logical.ranks]
 
 
 def test_a_batch_size_and_other_wrong_arguments() -> None:
