@@ -140,7 +140,7 @@ class LogicalGradients(SetAside):
     def _plan(self) -> None:
         """Divides the parameters that train into buckets, unless they are the same as before."""
         trained = [p for p in self._parameters() if p.requires_grad]
-        if trained == list(self._bucket_of) and self._hooks:
+        if self._hooks and [*map(id, trained)] == [*map(id, self._bucket_of)]:
             return
         for hook in self._hooks:
             hook.remove()
