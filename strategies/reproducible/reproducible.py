@@ -135,6 +135,7 @@ class Reproducible(StepCounter, GradientKeeper):
         self._logical = LogicalWorkers(config.logical_workers, num_hosts, axes.data_rank, _rounds(job.options))
         self._logical.kernels = kernels_of(job.device)
         job.logical = self._logical
+        self._logical.begins.append(self._begin_turn)
         self._group = axes.group(*COPY_AXES)
         self._gradients: list[LogicalGradients] = []
         self._buffers = TurnBuffers(lambda: job.models, self._logical, self._group)
@@ -175,11 +176,13 @@ class Reproducible(StepCounter, GradientKeeper):
         """Returns an optimizer that updates at the last batch of an update."""
         options = self.job.options
         fuses = options["fuse_all_reduce_ops"]
+        workers = self._logical.num if options["gradient_scale_configs"].scale_strategy == "avg" else 1
+        rounds = self._logical.rounds_per_update if options["gradient_merge_configs"].avg else 1
         gradients = LogicalGradients(
             self._gradients, self._logical, self._group,
             bucket_MiB=options["fuse_grad_size_in_MB"] if fuses else 0.0,
             last_bucket_MiB=options["last_comm_group_size_MB"] if fuses else 0.0,
-            averages=options["gradient_scale_configs"].scale_strategy == "avg",
+            divisor=float(workers * rounds),
         )  # fmt: skip
         self._gradients.append(gradients)
         return TurnOptimizer(optimizer, gradients, self._buffers)
@@ -203,6 +206,11 @@ class Reproducible(StepCounter, GradientKeeper):
         self._once.close()
         self.job.logical = None
         torch.set_num_threads(self._threads_before)
+
+    def _begin_turn(self, rank: int) -> None:
+        """Begins an update, unless rounds wait for theirs; a loop that evaluates has rounds too."""
+        if not any(gradients.steps for gradients in self._gradients):
+            self._logical.first_round = self._logical.round
 
     def _meet(self) -> None:
         """Makes worker 0's seed the job's, and warns where the workers compute with different kernels."""
