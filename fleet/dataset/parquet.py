@@ -78,8 +78,7 @@ class RowDivision:
         return rank * each, (rank + 1) * each
 
     def share(self, rank: int, rows: int = 0) -> list[Span]:
-        """Returns the spans that a worker reads after ``rows`` rows; repeated rows are the first of the remaining ones.
-        """
+        """Returns the spans that a worker reads after ``rows`` rows; repeated rows are the first remaining ones."""
         start, stop = self.bounds(rank)
         start += rows
         total = rows_of(self.spans)

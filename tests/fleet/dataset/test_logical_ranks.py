@@ -1,4 +1,4 @@
-"""Datasets in reproducible jobs: the batches of a logical worker are the same wherever it is hosted, through resumes."""
+"""Datasets in reproducible jobs: the batches of a logical worker are the same wherever it is hosted."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ ROUNDS = [10, 9, 7, 4, 4]  # of 111 rows: 28 a worker, or 27; the others: the sh
 NAMES = ["parquet", "parquet-drop", "stream", "queue", "memory"]
 
 
-@pytest.mark.parametrize(("make", "rounds"), zip(MADE, ROUNDS, strict=True), ids=NAMES)
+@pytest.mark.parametrize(("make", "rounds"), [*zip(MADE, ROUNDS, strict=True)], ids=NAMES)
 def test_batches_of_a_logical_worker_are_the_same_on_any_number_of_processes(
     make: Callable[[Path], Any], rounds: int, tmp_path: Path
 ) -> None:
@@ -252,8 +252,8 @@ def test_a_loop_that_was_left_in_the_middle_of_an_update_is_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda folder: parquet_data(folder, rest="uneven"), ConfigError, "rest='uneven'.*rest='repeat' or rest='drop'"),
-        (lambda folder: fleet.StreamDataset(events, float, batch_size=3), ConfigError, "1 partitions and the job 4 log"),
+        (lambda folder: parquet_data(folder, rest="uneven"), ConfigError, "rest='uneven'.*rest='repeat' or"),
+        (lambda folder: fleet.StreamDataset(events, float, batch_size=3), ConfigError, "1 partitions and the job 4 l"),
         (lambda folder: fleet.StreamDataset(events, float, batch_size=3, partitions=4, max_wait_s=1.0), ConfigError,
          r"max_wait_s=1.0\) with 'reproducible'.*when events come. Leave it out"),
         (lambda folder: fleet.StreamDataset(events, float, batch_size=3, partitions=4, ahead=1), ConfigError,
