@@ -204,6 +204,14 @@ class UtilBase:
                 f"{call}(comm_world={comm_world!r}): only workers exchange host arrays. Use comm_world='worker' "
                 "on the workers."
             )
+        logical = job.logical
+        if logical is not None and logical.is_open and not logical.is_last:
+            raise ConfigError(
+                f"fleet.util.{call}() was called on the batch of logical worker {logical.rank}, and this process has "
+                "others in the same round. With 'reproducible' processes host different numbers of them, so the calls "
+                "would not match. Use fleet.update_loss(loss) or fleet.log(), or call it where "
+                "fleet.update_loss(loss) has returned a number."
+            )
         if job.world_size == 1:
             return None
         group: dist.ProcessGroup | None = job.host_group
