@@ -58,6 +58,33 @@ def test_every_block_has_the_same_bits_on_any_number_of_processes(tmp_path: Path
         assert len({str(loss) for loss in losses}) == len(losses), title
 
 
+def run_left_loops(rank: int, world_size: int) -> list[Any]:
+    """Leaves loops at an update, and at last in the middle of one; returns the losses and what the next loop says."""
+    names: dict[str, Any] = {}
+    start = blocks(PAGE)["start"]
+    body = re.sub(r"range\(2\)", "range(3)", blocks(PAGE)["loop"]) + "            break\n"
+    exec(compile(start + body, PAGE, "exec"), names)
+    sampler, loader = names["sampler"], names["loader"]
+    for x, _ in sampler.batches(loader):
+        names["model"](x).sum().backward()
+        names["optimizer"].step()
+        break
+    try:
+        sampler.batches(loader)
+    except fleet.errors.ConfigError as error:
+        return [names["losses"], str(error)]
+    return [names["losses"], "nothing"]
+
+
+def test_a_loop_is_left_at_an_update(tmp_path: Path) -> None:
+    (alone,) = run_workers(run_left_loops, 1, backend=None)
+    first, second = run_workers(run_left_loops, 2, backend=None)
+    assert len(alone[0]) == 3
+    assert alone[0] == first[0] == second[0]
+    for _, error in (alone, first, second):
+        assert "Leave a loop at an update" in error
+
+
 def test_both_languages_have_the_same_code_and_shape() -> None:
     english, chinese = read(f"docs/{PAGE}"), read(f"docs/{CHINESE}")
     assert FENCED.findall(english) == FENCED.findall(chinese)

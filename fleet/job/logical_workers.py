@@ -146,7 +146,7 @@ class LogicalWorkers:
         Raises ConfigError in the middle of an update, where another loop was left.
         """
         # A loop may be left in the last turn of an update, after step().
-        if self.is_open and self.is_last and self.loop is not loop:
+        if self.is_open and self.is_last:
             self.end_turn()
         if self.is_open or self.place:
             raise ConfigError(
