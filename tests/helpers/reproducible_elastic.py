@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fleet
-from tests.helpers.reproducible_training import ROUNDS, Case, Training
+from tests.helpers.reproducible_training import Case, Training
 from tests.helpers.workers import WorkerError, run_workers
 from tests.launch.launcher import Launcher
 
@@ -253,7 +253,8 @@ def wait_for_updates(folder: Path, updates: int, job: Launcher, limit_s: float =
         living = {path.suffix[1:] for path in folder.glob("pid.*")}
         if sum(pid in living for pid, *_ in noted(folder)) >= updates:
             return
-        assert job.process.poll() is None and time.monotonic() < deadline, job.stderr[-3000:] + job.log()[-3000:]
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"{updates} updates were not made: {job.stderr[-3000:]}\n{job.log()[-3000:]}")
         time.sleep(0.01)
 
 
