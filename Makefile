@@ -1,5 +1,6 @@
 # Every target sets up what it needs first; all it takes is make and python3 (3.10 or newer) with its venv module.
 #   make demo        train the ResNet example on two processes and plot its curves
+#   make demo-resizes  train it in one process and in a job whose nodes come and are killed, and compare all bits
 #   make demo-ps     train the wide & deep example with a parameter server and two workers, and plot its curves
 #   make demo-serve  serve predictions over HTTP while the wide & deep example trains, and watch them change
 #   make demo-recommend  train two towers, serve and retrieve with them, drop a bad version and brake, with a page
@@ -20,7 +21,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-input
 
-.PHONY: install demo demo-ps demo-serve demo-recommend demo-gpt test test-slow test-long test-gpu compat lint docs site bench dist clean
+.PHONY: install demo demo-resizes demo-ps demo-serve demo-recommend demo-gpt test test-slow test-long test-gpu compat lint docs site bench dist clean
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -43,6 +44,9 @@ demo: $(READY)
 	$(PY) -m fleet.launch --gpus=0,1 --log_dir output/demo/log \
 		examples/resnet/train_fleet_dygraph.py --history output/demo/history.jsonl
 	$(PY) examples/resnet/plot.py output/demo/history.jsonl output/demo/resnet.png
+
+demo-resizes: $(READY)
+	$(PY) examples/resnet/demo_resizes.py output/demo-resizes
 
 demo-ps: $(READY)
 	@mkdir -p output/demo-ps

@@ -7,8 +7,9 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from torch import Tensor
+Batch = TypeVar("Batch")
 
 
 class Report:
@@ -30,7 +31,7 @@ class Report:
         self.seconds = 0.0  # of the steps after the first, which is slower than the rest
         self.started_s = 0.0
 
-    def steps(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields the batches and takes the time."""
         for self.step, batch in enumerate(batches, start=1):
             self.started_s = time.monotonic()

@@ -68,6 +68,14 @@ class Report:
             values = (self.epoch, index, loss.item(), top1 / count, top5 / count)
             self.line("[Epoch %d, batch %d] loss: %.5f, acc1: %.5f, acc5: %.5f" % values)  # noqa: UP031
 
+    def add_update(self, update: int, num_updates: int, loss: float, workers: int) -> None:
+        """Writes the loss of an update to the history, and prints its line every ``log_every`` updates."""
+        if update % self.args.log_every == 0:
+            self.line(f"[Update {update}/{num_updates}] loss: {loss:.9f}, {workers} worker(s)")
+        if self.history is not None:
+            with self.history.open("a") as file:
+                file.write(json.dumps({"update": update, "loss": loss, "workers": workers}) + "\n")
+
     def end_epoch(self, sums: NDArray[np.float64], test_accuracy: float, lr: float) -> dict[str, float]:
         """Prints the epoch's means and writes them to the history; returns loss and accuracy by name.
 

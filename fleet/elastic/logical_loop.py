@@ -114,7 +114,7 @@ def check_loader(loader: DataLoader[Any], batch_size: int) -> None:
         )
 
 
-def turns(logical: LogicalWorkers, loop: object, batches: Iterator[Any]) -> Iterator[Any]:
+def turns(logical: LogicalWorkers, loop: object, batches: Iterable[Any]) -> Iterator[Any]:
     """Yields ``batches`` of ``loop``, each in the turn of its logical worker."""
     for batch in batches:
         logical.begin_turn(loop)

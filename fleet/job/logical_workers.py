@@ -155,6 +155,11 @@ class LogicalWorkers:
         seed_generators(derived_seed(*parts))
         self._known_seed = torch.initial_seed()
 
+    def seed_of(self, *parts: int | str) -> int:
+        """Returns a seed that follows from the job's and ``parts``."""
+        self.notice_seed()
+        return derived_seed(self.seed, *parts)
+
     def begin_loop(self) -> None:
         """Lets another loop begin; raises ConfigError in the middle of an update, where the one before was left."""
         # A loop may be left in the last turn of an update, after step().

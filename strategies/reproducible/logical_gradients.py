@@ -115,8 +115,8 @@ class LogicalGradients(SetAside):
             raise ConfigError(
                 f"{call} on a batch that belongs to no logical worker: with 'reproducible' the rows of a batch must "
                 "not depend on the number of workers. Use fleet.elastic.ElasticSampler(data, batch_size=B) and iterate "
-                "over sampler.batches(loader) in place of a DistributedSampler; for data of your own, run the loop "
-                "once for each rank in fleet.elastic.logical_ranks()."
+                "over sampler.batches(loader) in place of a DistributedSampler, or over a data set of Fleet; for data "
+                "of your own, run the loop once for each rank in fleet.elastic.logical_ranks()."
             )
 
     def _check_step(self) -> None:
@@ -190,7 +190,7 @@ class LogicalGradients(SetAside):
     def _plan(self) -> None:
         """Divides the parameters that train into buckets, unless they are the same as before."""
         trained = [p for p in self._parameters() if p.requires_grad]
-        if trained == list(self._bucket_of) and self._hooks:
+        if self._hooks and [*map(id, trained)] == [*map(id, self._bucket_of)]:
             return
         for hook in self._hooks:
             hook.remove()

@@ -77,6 +77,18 @@ def test_the_history_has_one_record_per_epoch(tmp_path: Path, capsys: pytest.Cap
     assert "[Epoch 1] mean loss: 1.50000, acc1: 0.50000, acc5: 0.75000, test acc1: 0.75000" in capsys.readouterr().out
 
 
+def test_the_history_of_updates_has_every_bit_of_their_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "history.jsonl"
+    report = make(history=str(path), log_every=2)
+    for update, loss in ((1, 2.5), (2, 0.1 + 0.2)):
+        report.add_update(update, 4, loss, 3)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert records == [{"update": 1, "loss": 2.5, "workers": 3}, {"update": 2, "loss": 0.1 + 0.2, "workers": 3}]
+    assert capsys.readouterr().out == "[Update 2/4] loss: 0.300000000, 3 worker(s)\n"
+
+
 def test_a_new_run_starts_the_history_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text("old\n")
