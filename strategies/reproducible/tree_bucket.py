@@ -54,6 +54,8 @@ class TreeBucket:
         self._merged: Tensor | None = None  # this process's slice of earlier rounds
         self._sent: tuple[Any, Tensor] | None = None
         self._gathered: tuple[Any, Tensor] | None = None
+        self._round: Tensor | None = None  # this process's slice of the present round
+        self._kept: Tensor | None = None  # what an exchange reads
 
     def _new_stack(self) -> TreeStack[Tensor]:
         return TreeStack(self._logical.num, lambda left, right: left.add_(right))
@@ -134,7 +136,7 @@ class TreeBucket:
             work = dist.all_to_all_single(
                 received, given, counts, [len(nodes) * self._slice] * hosts, group=self._group, async_op=True
             )
-        self._kept = given  # while it is read
+        self._kept = given
         self._sent = work, received
 
     def reduce(self) -> None:
@@ -153,21 +155,24 @@ class TreeBucket:
 
     def keep(self) -> None:
         """Keeps the round that was reduced, for the update that a later round makes."""
-        self._merged = self._total()
+        self._merged = self._take_total()
 
-    def _total(self) -> Tensor:
-        return self._round if self._merged is None else self._merged.add(self._round)
+    def _take_total(self) -> Tensor:
+        assert self._round is not None
+        found = self._round if self._merged is None else self._merged.add(self._round)
+        self._round = None
+        return found
 
     def gather(self, divisor: float) -> None:
         """Starts to send this process's slice, divided by ``divisor``, to all others."""
-        total = self._total()
+        total = self._take_total()
         if divisor != 1:
             total.div_(divisor)  # the flags with the rest
         if self._group is None:
             self._gathered = None, total
             return
         whole = torch.empty(self._slice * self._logical.num_hosts, **self._like)
-        self._kept = total  # while it is read
+        self._kept = total
         self._gathered = gather_into(whole, total, group=self._group, async_op=True), whole
 
     def finish(self) -> tuple[dict[Tensor, Tensor], float]:
@@ -177,6 +182,7 @@ class TreeBucket:
         self._gathered = None
         if work is not None:
             wait_for(work)
+        self._kept = None
         *used, agreed = self._flags(whole).tolist()
         views = self.views(whole)
         return {p: view for p, view, count in zip(self.parameters, views, used, strict=True) if count > 0}, agreed
