@@ -140,11 +140,11 @@ def _meeting(listener: EngineListener, meet: Callable[..., Any]) -> Callable[...
     return met
 
 
-def _turning(listener: EngineListener, begin: Callable[[LogicalWorkers], int]) -> Callable[[LogicalWorkers], int]:
+def _turning(listener: EngineListener, begin: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the beginning of a turn, which then also tells whose turn it is."""
 
     @wraps(begin)
-    def begun(self: LogicalWorkers) -> int:
+    def begun(self: Any) -> Any:
         rank = begin(self)
         listener.turn_begins(self.round, rank)
         return rank
