@@ -25,7 +25,7 @@ def seed_generators(seed: int) -> None:
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
-        # torch.manual_seed would keep the stack of each call for devices that may come: longer than a small layer takes.
+        # torch.manual_seed formats the caller's stack each time, for devices that may come: longer than the draws take.
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
