@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fleet import fleet
+from fleet.elastic import logical_ranks
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "resnet")]
 from _peak import measured_bytes  # noqa: E402
@@ -36,7 +37,7 @@ def train(
     }
     optimizer = fleet.distributed_optimizer(optimizers[optimizer_name](model.parameters()))
     model = fleet.distributed_model(model)
-    for _ in range(steps):
+    for _ in (turn for _ in range(steps) for turn in logical_ranks()):
         images = torch.empty(batch_size, 3, size, size, device=device).normal_()
         loss = model(images).mean()
         loss.backward()

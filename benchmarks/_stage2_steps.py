@@ -24,6 +24,7 @@ import fleet
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "gpt")]
 from _peak import measured_bytes  # noqa: E402
+from _process import forget_peak, resident  # noqa: E402
 from data import batches, open_text  # noqa: E402
 from model import GptConfig, make_gpt, next_token_loss  # noqa: E402
 
@@ -131,7 +132,7 @@ def alone(name: str, sizes: Sizes) -> dict[str, int]:
     train(Sizes("32", "2", "1", "8"))  # what is imported and made once is in the start
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM, the peak, to what is resident now
+    forget_peak()
     train()
     peak = resident("VmHWM") - before
     gc.collect()
@@ -159,12 +160,6 @@ def one_process(net: nn.Module) -> Step:
     """Prepares plain torch."""
     optimizer = torch.optim.AdamW(net.parameters(), LR)
     return loop(net, optimizer.step, optimizer.zero_grad)
-
-
-def resident(key: str) -> int:
-    """Returns ``key`` of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def main() -> None:

@@ -9,9 +9,6 @@ Arguments: name of the job (alone also ``plain_sgd``, ``plain_adam``), ``turns``
 from __future__ import annotations
 
 import json
-import os
-import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ import fleet
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet"))
 from _peak import measured_bytes  # noqa: E402
+from _process import sent_bytes  # noqa: E402
 from _strategy_jobs import BY_HAND, JOBS, WIDTHS, fresh  # noqa: E402
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]
@@ -50,21 +48,6 @@ def with_fleet(options: dict[str, Any], adam: bool, width: int = 32) -> Step:
         return float(loss.detach())
 
     return step
-
-
-def sent_bytes() -> int:
-    """Returns the bytes that every TCP socket of this process has sent (tcpi_bytes_sent, Linux 4.19)."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as own:
-                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("<Q", info, 200)[0] if len(info) >= 208 else 0
-        except OSError:
-            continue  # the descriptor of the listing itself, or not a TCP socket
-    return total
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "fp16_allreduce": (2, {"fp16_allreduce": True}, 2),
     "dgc": (2, {"dgc": True}, 2),
     "localsgd": (2, {"localsgd": True}, 2),
+    "reproducible": (2, {"reproducible": True, "reproducible_configs": {"logical_workers": 4}}, 2),
     "sharding 1": (2, {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 1}}, 2),
     "sharding 2": (2, {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 2}}, 2),
     "sharding 3": (2, {"sharding": True, "sharding_configs": {"sharding_degree": 2, "stage": 3}}, 2),

@@ -131,7 +131,7 @@ def beside(one: System, others: Sequence[System], size: int, name: str, first: b
     if one.rows and other.rows:
         samples = median(one.share(size)[0]) / median(other.share(size)[0])
         processor = other.step_us(size) / one.step_us(size)
-    elif first:
+    elif first and other.rate(size):
         samples, processor = one.rate(size) / other.rate(size), other.sample_us(size) / one.sample_us(size)
     else:
         return "-"

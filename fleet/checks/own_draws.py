@@ -41,8 +41,9 @@ class OwnDraws(Listener):
         self._draws = SaidOnce(job, "draws")
 
     def model_wrapped(self, model: WrappedModel) -> None:
-        """Looks from now on, where there are several replicas."""
-        if not self._draws.is_over and self._job.collective and self._job.data_replicas > 1:
+        """Looks from now on, where there are several replicas; logical workers are seeded apart in any case."""
+        job = self._job
+        if not self._draws.is_over and job.collective and job.data_replicas > 1 and job.logical is None:
             self._job.listeners.wake(self)
 
     def batch_given(self, batches: Any, batch: Any) -> None:

@@ -95,6 +95,7 @@ class OwnRows(Listener):
         line = user_line()
         job = self._job
         stands = job.optimizers and not (job.num_steps or job.updating)  # a closure may loop before its first step ends
+        stands = stands and job.logical is None  # an update may take several loops, and no batch goes without its step
         if data in self._begun and stands and any(model._passes.begun for model in job.models):
             self._warn(
                 f"{line}: a whole loop over the data has called backward(), and the optimizer that "

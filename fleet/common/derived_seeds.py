@@ -22,6 +22,10 @@ def derived_seed(*parts: int | str) -> int:
 
 def seed_generators(seed: int) -> None:
     """Starts the global generators of torch (on every device), numpy and Python from ``seed``."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed would keep the stack of each call for devices that may come, which takes long.
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -39,12 +39,15 @@ def logical_ranks() -> Iterator[int]:
         return
     logical = job.logical
     loop = object()
-    logical.begin_loop(loop)
-    yield from job.listeners.get(BatchLoops).over(loop, (logical.begin_turn() for _ in logical.ranks))
+    logical.begin_loop()
+    yield from job.listeners.get(BatchLoops).over(loop, (logical.begin_turn(loop) for _ in logical.ranks))
 
 
 class NumberedBatch(list[int]):
-    """The samples of one batch, and its number: the job's seed, the epoch, the logical rank, the round in the epoch."""
+    """The samples of one batch, and its number.
+
+    The number has the job's seed, the epoch, how often it was begun again, the logical rank and the round in the epoch.
+    """
 
     number: tuple[int, ...] = ()
 
@@ -78,11 +81,12 @@ class SeededDataset:
         self._dataset = dataset
 
     def __getitems__(self, batch: NumberedBatch) -> list[Any]:
+        parts = ("data", *batch.number)
         job = running_job() if get_worker_info() is None else None
         if job is not None and job.logical is not None:
-            job.logical.draw_from("data", *batch.number[1:])
+            job.logical.draw_from(*parts)
         else:
-            seed_generators(derived_seed(batch.number[0], "data", *batch.number[1:]))
+            seed_generators(derived_seed(*parts))
         several = getattr(self._dataset, "__getitems__", None)
         found: list[Any] = several(batch) if several is not None else [self._dataset[place] for place in batch]
         return found
@@ -110,8 +114,8 @@ def check_loader(loader: DataLoader[Any], batch_size: int) -> None:
         )
 
 
-def turns(logical: LogicalWorkers, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields ``batches``, each in the turn of its logical worker."""
+def turns(logical: LogicalWorkers, loop: object, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields ``batches`` of ``loop``, each in the turn of its logical worker."""
     for batch in batches:
-        logical.begin_turn()
+        logical.begin_turn(loop)
         yield batch

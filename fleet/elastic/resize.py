@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from fleet.elastic.places import replicas_of
 from fleet.errors import ConfigError, OptionWarning
+from fleet.job.running import running_job
 from fleet.options import DistributedStrategy
+from fleet.strategies._shared.optimizer_wrapper import LR_SCALE
+from fleet.strategies.reproducible.reproducible import SCALED_RATE
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
 
-LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
 # Learning rates that schedulers store in a parameter group.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
@@ -48,7 +50,8 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
     ``gradient_merge_configs['k_steps']`` of ``strategy`` is read as the value for ``workers`` workers, and set to the
     value for the current number. Call it with the same ``workers`` in every start of the job, before ``fleet.init`` or
     ``fleet.distributed_optimizer`` copies the strategy; a later call warns. The batch of one worker, and so its memory,
-    does not change.
+    does not change. With ``strategy.reproducible`` nothing changes: an update has a batch of each logical worker on any
+    number of processes.
 
     Args:
         strategy: changed in place.
@@ -71,6 +74,8 @@ def keep_global_batch(strategy: DistributedStrategy, workers: int) -> int:
     copy_size = _workers_per_copy(strategy)
     configs = strategy.gradient_merge_configs
     merged = int(configs["k_steps"]) if strategy.gradient_merge else 1
+    if strategy.reproducible:
+        return merged
     _check_mesh(strategy, copy_size, workers, get_world_size())
     k_steps = plan_k_steps(merged, workers // copy_size, get_world_size() // copy_size)
     if k_steps != merged and not configs["avg"]:
@@ -96,7 +101,8 @@ def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
         rule: "linear", the factor is now/workers (Goyal et al. 2017), or "sqrt", its square root.
 
     Raises:
-        ConfigError: an unknown rule, a wrong number, or a second call for the same optimizer.
+        ConfigError: an unknown rule, a wrong number, a second call for the same optimizer, or a reproducible job, whose
+            global batch and learning rate do not depend on the number of workers.
 
     Example:
         >>> fleet.elastic.scale_lr(torch.optim.SGD(model.parameters(), 0.4), workers=4)
@@ -109,6 +115,9 @@ def scale_lr(optimizer: Optimizer, workers: int, rule: str = "linear") -> float:
     _check_workers("scale_lr", workers)
     if rule not in ("linear", "sqrt"):
         raise ConfigError(f"scale_lr(rule={rule!r}) takes 'linear' or 'sqrt'.")
+    job = running_job()
+    if job is not None and job.logical is not None:
+        raise ConfigError(SCALED_RATE)
     if any(LR_SCALE in group for group in optimizer.param_groups):
         raise ConfigError("scale_lr() was called twice for one optimizer; the second call would scale again.")
     ratio = get_world_size() / workers

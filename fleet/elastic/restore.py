@@ -37,7 +37,7 @@ from fleet.checkpoint.values import decode
 from fleet.common.log import LOGGER
 from fleet.elastic.folder import candidates, check_no_link, check_whole, is_unfinished
 from fleet.elastic.places import MeanOfWorkers, has_own_states, is_same_mesh, predecessor, reason_against_mean
-from fleet.elastic.resize import LR_SCALE, declared_scales, rescale, warn_of_resize
+from fleet.elastic.resize import declared_scales, rescale, warn_of_resize
 from fleet.elastic.state import (
     check_form,
     kinds_of,
@@ -47,6 +47,7 @@ from fleet.elastic.state import (
     windows,
 )
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
+from fleet.strategies._shared.optimizer_wrapper import LR_SCALE
 from fleet.training.fleet_optimizer import FleetOptimizer
 
 if TYPE_CHECKING:

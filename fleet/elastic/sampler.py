@@ -77,7 +77,8 @@ class ElasticSampler(Sampler[int]):
                 raise ConfigError(f"ElasticSampler({name}={switch!r}) takes True or False.")
         if not _is_whole(seed):
             raise ConfigError(f"ElasticSampler(seed={seed!r}) takes an integer from 0, the same on every worker.")
-        self._logical = _logical_workers() if num_workers is None else None
+        self._is_placed = num_workers is not None
+        self._logical = None if self._is_placed else _logical_workers()
         if num_workers is None or rank is None:
             num_workers, rank = _own_place()
         if not _is_whole(num_workers) or num_workers < 1:
@@ -104,6 +105,7 @@ class ElasticSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
+        self._again = 0  # times that the epoch was begun again, without set_epoch()
         self._start = 0  # positions used before this pass
         self._recorded = 0  # samples of this worker in this pass that training has used
         self._handed_out = 0  # samples of this pass that were handed out, including to the loader's processes
@@ -128,6 +130,7 @@ class ElasticSampler(Sampler[int]):
             raise ConfigError(f"set_epoch({epoch!r}) takes the number of the epoch, from 0.")
         if epoch != self.epoch:
             self.epoch = epoch
+            self._again = 0
             self._begin(0, resumed=False)
 
     def record(self, num_samples: int) -> None:
@@ -176,11 +179,16 @@ class ElasticSampler(Sampler[int]):
             )
         if self.batch_size is not None:
             check_loader(loader, self.batch_size)
+        if not self._is_placed and _logical_workers() not in (None, self._logical):
+            raise ConfigError(
+                "sampler.batches(loader): the ElasticSampler was made before fleet.init() turned 'reproducible' on, "
+                "and does not know its logical workers. Make it afterwards."
+            )
         if self._logical is not None:
-            self._logical.begin_loop(self)
+            self._logical.begin_loop()
             if self._numbered is None or self._numbered[0] is not loader:
                 self._numbered = loader, numbered_loader(loader, NumberedBatches(self, batch_size, self._numbers))
-            return self._counted(turns(self._logical, iter(self._numbered[1])), batch_size)
+            return self._counted(turns(self._logical, self, iter(self._numbered[1])), batch_size)
         # A loader draws a number from torch's generator when it starts; in a resumed epoch that has already happened,
         # and with persistent workers in the first epoch.
         has_drawn = self._continues if loader.persistent_workers else self._is_resumed and self.done
@@ -209,6 +217,7 @@ class ElasticSampler(Sampler[int]):
         """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""
         # Resumed at the end of an epoch, a run gets an empty pass, and not the epoch again.
         begins_anew = self.done >= self._end() and not self._is_resumed
+        self._again += begins_anew
         self._begin(0 if begins_anew else self.done, resumed=False)
         return self._places(self._start)
 
@@ -223,13 +232,14 @@ class ElasticSampler(Sampler[int]):
                 f"ElasticSampler.state_dict(): {self._handed_out} samples were handed out and none were recorded as "
                 "used. Iterate over sampler.batches(loader), or call sampler.record(number of samples) after each."
             )
-        return {
+        state = {
             "epoch": self.epoch,
             "done": self.done,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "num_samples": self.num_samples,
         }
+        return state if self._logical is None else {**state, "again": self._again}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues at the position in ``state_dict``, with any number of workers.
@@ -251,12 +261,14 @@ class ElasticSampler(Sampler[int]):
                 )
         epoch = state_dict["epoch"]
         done = state_dict["done"]
-        if not _is_whole(epoch) or not _is_whole(done) or done > self.num_samples:
+        again = state_dict.get("again", 0)
+        if not (_is_whole(epoch) and _is_whole(done) and _is_whole(again)) or done > self.num_samples:
             raise CheckpointError(
                 f"ElasticSampler.load_state_dict(): epoch is {epoch!r} and done {done!r}; they take integers from "
                 f"0, and done at most {self.num_samples}. Use another checkpoint, or begin a new epoch."
             )
         self.epoch = epoch
+        self._again = again
         self._continues = bool(epoch or done)
         self._begin(done, resumed=True)
 
@@ -281,10 +293,11 @@ class ElasticSampler(Sampler[int]):
     def _numbers(self) -> Iterator[tuple[int, ...]]:
         """Yields the number of each batch of this pass, see ``NumberedBatch``."""
         assert self._logical is not None
+        seed = self._logical.seed  # of the whole pass, whose batches may be loaded ahead
         first = self._start // self._per_round
         for number in range(first, first + self._rounds(self._start)):
             for rank in self._ranks:
-                yield self._logical.seed, self.epoch, rank, number
+                yield seed, self.epoch, self._again, rank, number
 
     def _places(self, start: int) -> Iterator[int]:
         order = self._order()

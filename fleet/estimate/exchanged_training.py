@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.estimate.storage_tracker import Block, StorageTracker
+from fleet.job.logical_workers import hosted_ranks
 from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies.dgc import SMALLEST
+from fleet.strategies.reproducible.tree import kept_sums, whole_nodes
 from fleet.strategies.sharding.owners import plan_owners
 
 
@@ -172,6 +174,66 @@ class SharedUpdate(Buckets):
     def end_step(self) -> None:
         """Exchanges the updated parameters through flat copies."""
         self.tracker.pass_by(self._in_flight_bytes, "communication")
+
+
+class LogicalSums(Exchange):
+    """reproducible: the gradients of a turn are set aside, and added to the sums that wait for their neighbours.
+
+    In the last turn each gradient is copied, sent with the sums and received, in slices; the update's gradients are
+    another copy. See [Note: The exchange] in ``strategies.reproducible.tree_bucket``.
+
+    Args:
+        tracker: records the memory.
+        model: the user's module.
+        num: the number of logical workers.
+        hosts: the number of processes.
+    """
+
+    def __init__(self, tracker: StorageTracker, model: nn.Module, num: int, hosts: int) -> None:
+        super().__init__(tracker, model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buffers = list(model.buffers())
+        blocks = [hosted_ranks(num, hosts, host) for host in range(hosts)]
+        nodes = [len(list(whole_nodes(num, block))) for block in blocks]
+        self._kept = max(kept_sums(num, block) for block in blocks)
+        # The last turn's gradient in the tree, where several sums travel a copy of all, and what is received.
+        most = max(nodes)
+        self._sent = 1 + (most if most > 1 else 0) + (sum(nodes) / hosts if hosts > 1 else 0)
+        self._is_last = True
+        self._sums: list[Block] = []  # until the update
+        self._in_flight: list[Block] = []
+        if len(blocks[0]) > 1:  # those that a round begins with, and those of logical worker 0
+            tracker.hold(2 * bytes_of(self._buffers), "buffers")
+
+    def begin_batch(self, is_last: bool) -> None:
+        """Notes whether this is the last turn of an update."""
+        self._is_last = is_last
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Holds what is sent and received of a gradient, in the last turn."""
+        super().note_gradient(parameter)
+        if self._is_last:
+            self._in_flight.append(self.tracker.hold(round(self._sent * bytes_of([parameter])), "communication"))
+
+    def end_backward(self) -> None:
+        """Adds the gradients to the sums; in the last turn receives those of the update."""
+        size = bytes_of(self._parameters)
+        if not self._is_last:
+            if not self._sums:
+                self._sums = [self.tracker.hold(size, "gradients") for _ in range(self._kept)]
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        self._sums.append(self.tracker.hold(size, "gradients"))
+        for block in self._in_flight:
+            self.tracker.release(block)
+        self._in_flight.clear()
+
+    def end_step(self) -> None:
+        """Drops the sums after an update."""
+        for block in self._sums:
+            self.tracker.release(block)
+        self._sums.clear()
 
 
 class Averages(Exchange):

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.estimate.divided_training import Divided, DividedGradients
-from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate
+from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, LogicalSums, SharedUpdate
 from fleet.estimate.storage_tracker import StorageTracker
 from fleet.job.axes import COPY_AXES, Axes
+from fleet.job.logical_workers import hosted_ranks
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
@@ -36,7 +37,7 @@ _MIB = 1024 * 1024
 # They act on this worker's module and optimizer, and run on fakes as they do on tensors.
 RUN_AS_THEY_ARE = ("recompute", "amp", "lars", "lamb", "gradient_merge")
 # Exchanges and their variants, which are replayed here.
-REPLAYED = ("data_parallel", "sharding", "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce")
+REPLAYED = ("data_parallel", "sharding", "localsgd", "adaptive_localsgd", "dgc", "fp16_allreduce", "reproducible")
 # They take no memory that torch's allocator would hand out; layers of tensor_parallel are divided where they are made,
 # and memory.py runs the order of a pipeline.
 FREE = ("use_hierarchical_allreduce", "tensor_parallel", "pipeline")
@@ -133,7 +134,7 @@ def apply_strategies(
         if strategy.name == "amp":
             # The loss scale is a number and not a memory; without it no step waits to read whether to happen.
             strategy.use_scaler(None)
-    window = _window(names, options)
+    window = _window(names, options, plan.world_size)
     return Application(chain, wrapped, exchange, window, "gradient_merge" in names, not_modelled, strategies)
 
 
@@ -141,6 +142,10 @@ def _exchange(
     plan: Plan, options: Any, model: nn.Module, tracker: StorageTracker, not_modelled: list[str], *, on_host: bool
 ) -> Exchange:
     names = [step.name for step in plan.steps]
+    if "reproducible" in names and "sharding" not in names:
+        return LogicalSums(tracker, model, options["reproducible_configs"].logical_workers, plan.world_size)
+    if "reproducible" in names:
+        not_modelled.append("reproducible with sharding: the sums of its logical workers are not counted.")
     if Axes(plan_axes(options, plan.world_size), 0).size(*COPY_AXES) == 1:
         return Exchange(tracker, model)
     if "sharding" in names:
@@ -193,9 +198,12 @@ def _check_sharding(options: Any, model: nn.Module, optimizer: Optimizer) -> Non
         check_divided(optimizer)
 
 
-def _window(names: list[str], options: Any) -> int:
+def _window(names: list[str], options: Any, world_size: int) -> int:
     steps = 1
-    if "gradient_merge" in names:
+    if "reproducible" in names:
+        turns = len(hosted_ranks(options["reproducible_configs"].logical_workers, world_size, 0))
+        steps = turns * (options["gradient_merge_configs"].k_steps if options["gradient_merge"] else 1)
+    elif "gradient_merge" in names:
         steps = options["gradient_merge_configs"].k_steps
     elif "sharding" in names:
         hybrid = options["hybrid_configs"].sharding_configs

@@ -128,6 +128,12 @@ def _other_loops(options: DistributedStrategy) -> Iterator[tuple[str, str]]:
                 f"hybrid_configs[{name!r}] is {degree}, and Trainer divides rows alone",
                 "Set it to 1, or write a loop; docs/guides/hybrid.md",
             )
+    if options["reproducible"]:
+        yield (
+            "strategy.reproducible gives each logical worker whole batches and random numbers of its own, and Trainer "
+            "divides the rows among the processes by itself",
+            "Write a loop over sampler.batches(loader) of a fleet.elastic.ElasticSampler(data, batch_size=B)",
+        )
     if options["qat"]:
         yield (
             "strategy.qat replaces layers, and from_pretrained() could not load what Trainer saves",

@@ -211,6 +211,12 @@ class FleetWorkers:
                 "itself. Set pp_degree to 1, or train with Fleet's loop: docs/guides/hybrid.md."
             )
 
+        if session.options["reproducible"]:
+            raise UnsupportedOptionError(
+                "strategy.reproducible gives each logical worker whole batches and random numbers of its own, and "
+                f"Lightning's {self._framework} divides the rows among the processes by itself. Turn it off, or train "
+                "with Fleet's loop, over sampler.batches(loader) of a fleet.elastic.ElasticSampler(data, batch_size=B)."
+            )
         for axis in ("sep", "cp", "ep"):
             if session.job.axes.size(axis) > 1:
                 raise UnsupportedOptionError(

@@ -52,12 +52,13 @@ class LogicalWorkers:
         ranks: the logical ranks of this process.
         seed: the job's seed, from which all random numbers follow.
         round: the number of rounds that have ended.
+        first_round: the round with which the present update has begun.
         place: the index in ``ranks`` of the present turn, or between turns of the next one.
         count: what the batch of the present turn counts in means over an update: 1, or as ``fleet.mean`` was told.
         is_counted: whether ``fleet.mean`` was told so, in this turn.
         is_open: whether a turn has begun and not ended.
         kernels: what the bits of this process depend on, by name.
-        loop: what the loop goes over that begins and ends turns.
+        loop: what the loop goes over that ends the present turn.
         begins: called with the logical rank when a turn begins.
         ends: called when a turn ends; they may raise.
     """
@@ -70,6 +71,7 @@ class LogicalWorkers:
         self.ranks = hosted_ranks(num, num_hosts, host)
         self.seed = torch.initial_seed()
         self.round = 0
+        self.first_round = 0
         self.place = 0
         self.count = 1.0
         self.is_counted = False
@@ -91,25 +93,35 @@ class LogicalWorkers:
         return self.place == len(self.ranks) - 1
 
     @property
+    def round_in_update(self) -> int:
+        """The number of the present round in its update."""
+        return (self.round - self.first_round) % self.rounds_per_update
+
+    @property
     def is_at_update(self) -> bool:
         """Whether no gradients wait for an update: every logical worker has had equally many turns."""
-        return self.place == 0 and not self.is_open and self.round % self.rounds_per_update == 0
+        return self.place == 0 and not self.is_open and self.round_in_update == 0
 
     @property
     def is_amid_update(self) -> bool:
         """Whether the present turn is not the last one of an update."""
-        ends_update = self.is_last and (self.round + 1) % self.rounds_per_update == 0
+        ends_update = self.is_last and self.round_in_update == self.rounds_per_update - 1
         return self.is_open and not ends_update
 
-    def begin_turn(self) -> int:
-        """Begins the next turn; returns its logical rank. Raises ConfigError in the middle of another turn."""
+    def begin_turn(self, loop: object) -> int:
+        """Begins the next turn, which ``loop`` ends; returns its logical rank.
+
+        Raises ConfigError in the middle of another turn.
+        """
         if self.is_open:
             raise ConfigError(
                 f"A batch of logical worker {self.rank} was asked for while the loop still has another one: with "
                 "'reproducible' one loop at a time goes over sampler.batches(loader) or fleet.elastic.logical_ranks()."
             )
         rank = self.rank
-        self.draw_from("turn", self.round, rank)
+        self.notice_seed()
+        self.draw_from(self.seed, "turn", self.round, rank)
+        self.loop = loop
         self.is_open = True
         self.count = 1.0
         self.is_counted = False
@@ -124,27 +136,32 @@ class LogicalWorkers:
         for end in self.ends:
             end()
         self.is_open = False
+        self.loop = None
         self.place += 1
         if self.place == len(self.ranks):
             self.place = 0
             self.round += 1
             self._start_common()
 
-    def draw_from(self, *parts: int | str) -> None:
-        """Starts the generators of this process from a seed that follows from the job's and ``parts``.
-
-        A script that has called ``torch.manual_seed()`` between two rounds has given the job another seed.
-        """
+    def notice_seed(self) -> None:
+        """Makes the seed the job's that the script has given ``torch.manual_seed()`` between two rounds."""
         if self.place == 0 and not self.is_open and torch.initial_seed() != self._known_seed:
             self.seed = torch.initial_seed()
-        seed_generators(derived_seed(self.seed, *parts))
+            self._known_seed = self.seed
+
+    def draw_from(self, *parts: int | str) -> None:
+        """Starts the generators of this process from a seed that follows from ``parts``."""
+        self.notice_seed()
+        seed_generators(derived_seed(*parts))
         self._known_seed = torch.initial_seed()
 
-    def begin_loop(self, loop: object) -> None:
-        """Lets ``loop`` begin and end turns from now on.
+    def seed_of(self, *parts: int | str) -> int:
+        """Returns a seed that follows from the job's and ``parts``."""
+        self.notice_seed()
+        return derived_seed(self.seed, *parts)
 
-        Raises ConfigError in the middle of an update, where another loop was left.
-        """
+    def begin_loop(self) -> None:
+        """Lets another loop begin; raises ConfigError in the middle of an update, where the one before was left."""
         # A loop may be left in the last turn of an update, after step().
         if self.is_open and self.is_last:
             self.end_turn()
@@ -154,7 +171,7 @@ class LogicalWorkers:
                 f"{len(self.ranks)} batches of an update. Leave a loop at an update: where fleet.update_loss(loss) "
                 "returns a number."
             )
-        self.loop = loop
+        self.notice_seed()
 
     def state(self) -> dict[str, int]:
         """Returns the numbers from which the turns go on."""
@@ -164,6 +181,7 @@ class LogicalWorkers:
         """Goes on from :meth:`state`, at the beginning of a round."""
         self.seed = int(state["seed"])
         self.round = int(state["round"])
+        self.first_round = self.round
         self.place = 0
         self.is_open = False
         self._start_common()
@@ -176,4 +194,4 @@ class LogicalWorkers:
     def _start_common(self) -> None:
         """Starts the generators for what lies between two rounds: the same numbers on every process."""
         self._known_seed = torch.initial_seed()  # a seed that the script has set in a turn held for that turn
-        self.draw_from("between", self.round)
+        self.draw_from(self.seed, "between", self.round)

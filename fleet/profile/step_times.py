@@ -120,6 +120,11 @@ class StepTimes:
         self._was = "step"
         self._in_update = False
 
+    def turn_ends(self) -> None:
+        """Called where a loop asks for the next batch of an update; it has added the last one."""
+        self._in_backward = False
+        self._end("update")
+
     def _gap(self) -> str:
         """Returns the part that the time before a forward belongs to."""
         if self._in_update:

@@ -60,6 +60,9 @@ class StepWatch(Listener):
         """Measures ``model`` from now on."""
         if self.times is not None:
             self.times.watch_model(model)
+        logical = self._job.logical
+        if logical is not None and self._turn_ends not in logical.ends:
+            logical.ends.append(self._turn_ends)
         module = data_parallel_in(model._chain)
         if self._profiler is not None and module is not None:
             # The trace then names each bucket by its number and its strategy.
@@ -74,6 +77,11 @@ class StepWatch(Listener):
         """Called before each step of an optimizer."""
         if self.times is not None:
             self.times.update_begins()
+
+    def _turn_ends(self) -> None:
+        logical = self._job.logical
+        if self.times is not None and logical is not None and logical.is_amid_update:
+            self.times.turn_ends()
 
     def after_step(self, step: int) -> None:
         """Called when ``step`` steps are finished."""

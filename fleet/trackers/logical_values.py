@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -18,64 +19,80 @@ from fleet.strategies.reproducible.tree import tree_sum
 
 
 class LogicalValues:
-    """Collects values in the turns of a round, and gives their means where the round ends.
+    """Collects values in the turns of an update, and gives their means at its end.
 
-    The sum follows the tree of the gradients, in 64 bits. Where the batches of a round have counts (``fleet.mean``),
+    The sum follows the tree of the gradients, in 64 bits. Where the batches of an update have counts (``fleet.mean``),
     each value weighs as much as its batch counts.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: dist.ProcessGroup | None = None
-        self._rows: dict[tuple[str, ...], dict[int, list[float]]] = {}
-        self._round = -1
+        # By call; of a round and a rank: what the batch counts, and the values.
+        self._rows: dict[tuple[Any, ...], dict[tuple[int, int], list[float]]] = {}
+        self._update = -1
+        self._turn = (-1, -1)
+        self._calls: Counter[tuple[Any, ...]] = Counter()  # of the present turn
 
     def of(self, call: str, values: dict[str, float], step: int) -> dict[str, float] | None:
-        """Returns the means over all logical workers; ``None`` in a turn after which others of this process follow.
+        """Returns the means over all batches of an update; ``None`` in a turn that does not end it.
 
         Values that are given in the last turn of every process alone are no values of a batch: their mean over the
         processes is returned.
 
         Raises:
-            ConfigError: the processes give other names, or some turns of a round give values and some do not.
+            ConfigError: the processes give other names, or some turns of an update give values and some do not.
         """
         logical = self._job.logical
         assert logical is not None
-        if self._round != logical.round:
-            self._rows = {}
-            self._round = logical.round
+        self._follow(logical)
         names = tuple(sorted(values))
-        rows = self._rows.setdefault(names, {})
-        rows[logical.rank] = [logical.count, *(values[name] for name in names)]
-        if not logical.is_last:
+        # A batch may give a name twice, as update_loss(loss) and log({"loss": loss}).
+        key = call, names, self._calls[call, names]
+        self._calls[call, names] += 1
+        rows = self._rows.setdefault(key, {})
+        rounds = 1 if self._evaluates() else logical.rounds_per_update
+        rows[logical.round_in_update % rounds, logical.rank] = [logical.count, *(values[name] for name in names)]
+        if logical.is_amid_update if rounds > 1 else not logical.is_last:
             return None
-        del self._rows[names]
-        said = self._gathered([list(names), step, rows])
+        del self._rows[key]
+        said = self._gathered([list(names), step, [[*place, row] for place, row in rows.items()]])
         if any(other[:2] != said[0][:2] for other in said):
             raise ConfigError(
                 f"{call}: the workers give other names or steps: "
                 + "; ".join(f"worker {rank}: step {at}, {given}" for rank, (given, at, _) in enumerate(said))
                 + ". Call it on every worker with the same names."
             )
-        everyone = {int(rank): row for _, _, found in said for rank, row in found.items()}
-        return dict(zip(names, self._means(call, logical, everyone), strict=True))
-
-    def _means(self, call: str, logical: LogicalWorkers, rows: dict[int, list[float]]) -> list[float]:
-        ranks = sorted(rows)
-        if len(ranks) not in (logical.num, logical.num_hosts):
-            raise ConfigError(
-                f"{call} was given values of logical workers {ranks} of {logical.num} in one round. Call it in every "
-                "batch; or, for values that are no batch's, where fleet.update_loss(loss) has returned a number."
-            )
-        counts = [rows[rank][0] for rank in ranks]
-        total = tree_sum(counts)
-        columns = zip(*(rows[rank][1:] for rank in ranks), strict=True)
-        if total == 0:
-            return [0.0 for _ in columns]
-        return [
-            tree_sum([value * count if count else 0.0 for value, count in zip(column, counts, strict=True)]) / total
-            for column in columns
+        everyone = [
+            [row for number, _, row in sorted(row for _, _, found in said for row in found) if number == wanted]
+            for wanted in range(rounds)
         ]
+        self._check_whole(call, logical, [len(rows) for rows in everyone])
+        return {name: _mean(everyone, column) for column, name in enumerate(names, start=1)}
+
+    def _follow(self, logical: LogicalWorkers) -> None:
+        """Begins anew with each update, and counts the calls of each turn."""
+        update = logical.round - logical.round_in_update
+        if self._update != update:
+            self._rows = {}
+            self._update = update
+        turn = logical.round, logical.place
+        if self._turn != turn:
+            self._calls.clear()
+            self._turn = turn
+
+    def _evaluates(self) -> bool:
+        """Returns whether no update follows, in which case each round has means."""
+        return not torch.is_grad_enabled() and not any(model.training for model in self._job.models)
+
+    def _check_whole(self, call: str, logical: LogicalWorkers, given: list[int]) -> None:
+        batches = logical.num * len(given)
+        if sum(given) == batches or (given[-1] == sum(given) == logical.num_hosts):
+            return
+        raise ConfigError(
+            f"{call} was given values of {sum(given)} of {batches} batches of an update. Call it in every batch; or, "
+            "for values that are no batch's, where fleet.update_loss(loss) has returned a number."
+        )
 
     def _gathered(self, own: list[Any]) -> list[Any]:
         job = self._job
@@ -91,3 +108,16 @@ class LogicalValues:
     def close(self) -> None:
         """Releases the group."""
         self._group = None
+
+
+def _mean(rounds: list[list[list[float]]], column: int) -> float:
+    """Returns the mean of the values at ``column`` of the rows, of which each begins with its count."""
+    rows = [row for found in rounds for row in found]
+    if all(row[column] == rows[0][column] for row in rows):
+        return rows[0][column]  # such as the learning rate: the same, however many processes give it
+    total = 0.0
+    weight = 0.0
+    for found in filter(None, rounds):
+        total += tree_sum([count * row[column] if (count := row[0]) else 0.0 for row in found])
+        weight += tree_sum([row[0] for row in found])
+    return total / weight if weight else 0.0

@@ -176,7 +176,7 @@ class RunLog(Listener):
         times = self._job.listeners.get(StepWatch).measure()
         # Counting operations needs a forward that is not compiled.
         peak = 0.0 if options["to_static"] else config.peak_tflops or peak_of(job.device)
-        self._values = StepValues(times, job.device, lambda: job.data_replicas, peak)
+        self._values = StepValues(times, job.device, lambda: _batches_of_all(job), peak)
         self._job.listeners.get(StepWatch).values = self._values
         self._job.listeners.wake(self)
 
@@ -236,6 +236,11 @@ class RunLog(Listener):
                 f"The tracker {name!r} failed in {call.__name__}() and gets no more values: {type(error).__name__}: "
                 f"{error}. Training goes on."
             )
+
+
+def _batches_of_all(job: Job) -> float:
+    """Returns how many batches all workers train while this one trains one."""
+    return job.data_replicas if job.logical is None else job.logical.num / len(job.logical.ranks)
 
 
 def _checked_steps(name: str, steps: Any) -> int:

@@ -49,11 +49,13 @@ class StepValues:
     Args:
         times: measures the parts of the steps.
         device: the device that trains.
-        replicas: returns the number of workers, or of groups that hold one model copy, with different rows.
+        replicas: returns how many batches with different rows all workers train while this one trains one.
         peak_tflops: the device's peak; 0 where it is not known.
     """
 
-    def __init__(self, times: StepTimes, device: torch.device, replicas: Callable[[], int], peak_tflops: float) -> None:
+    def __init__(
+        self, times: StepTimes, device: torch.device, replicas: Callable[[], float], peak_tflops: float
+    ) -> None:
         self._times = times
         self._device = device
         self._replicas = replicas

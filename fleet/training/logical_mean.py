@@ -12,11 +12,13 @@ from fleet.job.logical_workers import LogicalWorkers
 
 
 def logical_mean(logical: LogicalWorkers, total: Tensor, count: float, update_count: float | None) -> Tensor:
-    """Returns the mean of this batch, with the gradient of ``total``; see ``fleet.mean``.
+    """Returns the mean of this batch, where it has a gradient with that of ``total``; see ``fleet.mean``.
 
     The tree adds the gradients of totals up, and divides their sum by the sum of the counts: every batch counts as it
     does in one process. So all terms of a loss count alike here.
     """
+    if not (torch.is_grad_enabled() and total.requires_grad):
+        return total / (count or 1.0)  # of this batch alone: the processes have unequal numbers of them
     if update_count is not None and logical.rounds_per_update == 1 and update_count != count:
         raise ConfigError(
             f"fleet.mean(total, count, update_count=...): with 'reproducible' an update has one batch of each logical "

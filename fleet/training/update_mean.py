@@ -102,7 +102,8 @@ def mean(total: Tensor, count: Tensor | float, *, update_count: Tensor | float |
         quotient: Tensor = total / divisor(_at(total, own))
         return quotient
     means: UpdateMeans = job.listeners.get(UpdateMeans)
-    if job.logical is not None and torch.is_grad_enabled() and total.requires_grad:
+    trains = torch.is_grad_enabled() and total.requires_grad
+    if job.logical is not None and (trains or job.logical.is_open):
         return logical_mean(job.logical, total, float(own), None if ahead is None else float(ahead))
     own_sums = Sums(number_in(total), _at(total, own))
     if ahead is None:

@@ -35,6 +35,7 @@ CAUSES = (
     "scheduler-stepped-unevenly",
     "ranks-take-different-numbers-of-steps",
     "unseeded-randomness",
+    "bits-depend-on-processes",
     "unknown",
 )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.job.broken_exchange import lost_a_peer
+from fleet.verify.bit_findings import compare_bits, uneven_runs
 from fleet.verify.data_findings import data_findings, data_notes, have_same_inputs
 from fleet.verify.hand_division import HandDivision, hand_division, mark_parts
 from fleet.verify.incomparable_runs import (
@@ -121,6 +122,9 @@ class _Judge:
             return
         job = self._job(many)
         self._need_job(job)
+        if job.get("logical"):
+            self._compare_bits(many, job)
+            return
         ranks = _one_of_each_copy(many)
         self._choose_tolerance(many, job)
         self.options = _described(many.options, self.tolerance)
@@ -145,6 +149,32 @@ class _Judge:
                 "batches and draws of the workers one after the other."
             )
         self._compare(many, one, ranks, job, partial(self._run_alone, many, in_turn=in_turn))
+
+    def _compare_bits(self, many: Run, job: dict[str, Any]) -> None:
+        """Compares a reproducible job with the same script in one process, which is given nothing of the workers."""
+        hosted = f"one process that hosts all {job['logical']} logical workers"
+        self.tolerance = Tolerance(0.0, f"tolerance 0: the bits are compared with those of {hosted}")
+        self.options = _described(many.options, self.tolerance)
+        self._say(f"{hosted} trains")
+        one = start_run(self.start, self.request, self.folder / "one_process", 1)
+        self._note_run("one_process", one)
+        self._need_one(one, job)
+        if one.end(0)["how"] == "failed":
+            raise NotComparable(f"The script does not run as one process: {error_of(one, 0)}")
+        ranks = range(len(many.records))
+        found = worker_findings(many, one, ranks, parts=False, local=False) + _idle_options(job)
+        seeds = [finding for finding in found if finding.cause == "dropout-seeded-alike"]
+        found = [finding for finding in found if finding not in seeds]
+        numbers = compare_bits(many, one)
+        if not found and any(finding.tensor == "input" for finding in numbers.findings):
+            found = self._again(many)
+        self.rows = numbers.rows
+        self.steps = numbers.compared
+        self.warnings = [with_line(finding, many, ranks) for finding in seeds]
+        found = found or numbers.findings or uneven_runs(many, one)
+        self.findings = [with_line(finding, many, ranks) for finding in found]
+        if not self.findings and not numbers.matched:
+            raise NotComparable(no_update_reason(many))
 
     def _compare_divided(
         self, many: Run, one: Run, ranks: Sequence[int], job: dict[str, Any], division: HandDivision

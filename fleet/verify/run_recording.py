@@ -34,6 +34,7 @@ from fleet.verify.tensor_digest import (
     whole_digest,
 )
 from fleet.verify.tensor_files import load_tensors, save_tensors
+from fleet.verify.turn_recording import TurnRecords
 from fleet.verify.user_lines import user_site
 
 _MOST_CALLS = 2000  # of modules, written down for one update
@@ -73,6 +74,7 @@ class Recording:
         self.steps = steps
         self.scheduled = scheduled
         self.engines = engines
+        self.turns = TurnRecords()
         self.initial: Path | None = None  # folder of worker 0, with the weights to begin with
         self.is_first = True  # whether this is worker 0
         self.noise = 0.0  # relative change of each gradient before an update
@@ -222,6 +224,8 @@ class Recording:
             floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             outs = [rows_digest(leaf) for leaf in floats]
             calls.append({"module": name, "type": type(module).__name__, "ins": ins, "outs": outs})
+        if self.turns.has_begun:
+            self.turns.note_call(name, type(module).__name__, inputs, output)
 
     def training(self, module: nn.Module) -> None:
         """Notes that a model was trained with the batches that were given last."""
@@ -263,7 +267,7 @@ class Recording:
         for module, prefix in self.roots.values() if roots is None else roots:
             for name, buffer in module.named_buffers():
                 if buffer.is_floating_point() and not buffer.is_meta:
-                    found[f"{prefix}{name}"] = whole_digest(buffer)
+                    found[f"{prefix}{name}"] = self.turns.digest(buffer)
         return found
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -277,7 +281,10 @@ class Recording:
                 self._note_line("backward")
                 self.batches.trained()
                 losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor)]
-                self.current["losses"] += [float(t.detach()) for t in losses if t.numel() == 1]
+                numbers = [float(t.detach()) for t in losses if t.numel() == 1]
+                self.current["losses"] += numbers
+                if self.turns.has_begun:
+                    self.turns.note_losses(numbers)
                 self.current["nodes"] = _nodes(losses)
             result = backward(tensors, *args, **kwargs)  # hands on
             if not nested:
@@ -286,6 +293,10 @@ class Recording:
             return result
 
         return run
+
+    def turn_begins(self, number: int, rank: int) -> None:
+        """Notes that the turn of logical worker ``rank`` begins in round ``number``."""
+        self.turns.begin(number, rank, len(self.draws.own))
 
     def around_losses(self, losses: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a pipeline's losses, which are then the ones that count: its last stage alone computes them."""
@@ -314,7 +325,7 @@ class Recording:
             for parameter in module.parameters():
                 name = self.parameters.get(id(parameter))
                 if name is not None and parameter.grad is not None and not parameter.grad.is_meta:
-                    found[name] = whole_digest(parameter.grad)
+                    found[name] = self.turns.digest(parameter.grad)
         self._covered["with_gradient"].update(found)
         return found
 
@@ -384,7 +395,7 @@ class Recording:
         wanted = {name for i, name in self.parameters.items() if i in held}
         gradients = self._gradients()
         aliased = {name: one.grad for name, one in self._aliases.items() if id(one) in held}
-        gradients |= {name: whole_digest(grad) for name, grad in aliased.items() if grad is not None}
+        gradients |= {name: self.turns.digest(grad) for name, grad in aliased.items() if grad is not None}
         if wanted:
             gradients = {name: value for name, value in gradients.items() if name in wanted}
         made = {"optimizer": number, "n": self._updates[number], "rates": [float(g.get("lr", 0.0)) for g in groups]}
@@ -460,6 +471,7 @@ class Recording:
             "buffers": self._buffers(),
             "states": self._states(),
             "draws": self.draws.own,
+            "turns": self.turns.take(),
             "unseen": self.draws.unseen,
             "generator": content(torch.get_rng_state()),
         }
@@ -481,7 +493,7 @@ class Recording:
         models = [module for module, _ in self.roots.values()]
         for whole in (engine.parameters(models) for engine in self.engines):
             if whole is not None:
-                return {name: whole_digest(value) for name, value in whole.items()}
+                return {name: self.turns.digest(value) for name, value in whole.items()}
         named = [
             (f"{prefix}{name}", parameter)
             for module, prefix in self.roots.values()
@@ -489,7 +501,7 @@ class Recording:
             if not parameter.is_meta
         ]
         # One that two models share has the name that it has in the first.
-        return {name: whole_digest(one) for name, one in named if self.parameters.get(id(one), name) == name}
+        return {name: self.turns.digest(one) for name, one in named if self.parameters.get(id(one), name) == name}
 
     def _states(self) -> dict[str, Any]:
         found = {}
@@ -498,7 +510,7 @@ class Recording:
                 name = self.parameters.get(id(parameter))
                 for key, value in state.items() if name is not None and isinstance(state, dict) else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                        found[f"{name} {key}"] = whole_digest(value)
+                        found[f"{name} {key}"] = self.turns.digest(value)
         return found
 
     def _live_optimizers(self) -> list[Optimizer]:

@@ -62,6 +62,11 @@ def whole_digest(tensor: Tensor) -> dict[str, Any]:
     }
 
 
+def exact_digest(tensor: Tensor) -> dict[str, Any]:
+    """Returns :func:`whole_digest` with ``bits``: another text where any bit of ``tensor`` is another."""
+    return {**whole_digest(tensor), "bits": content(tensor)}
+
+
 def _shard_of(tensor: DTensor) -> tuple[Tensor, Tensor, str]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

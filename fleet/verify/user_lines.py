@@ -62,8 +62,8 @@ def is_library(file: str) -> bool:
 def with_line(finding: Finding, many: Run, ranks: Sequence[int]) -> Finding:
     """Returns ``finding`` with the line that calls the model, backward or the optimizer where it went wrong."""
     kind = _LINE_OF.get(finding.cause, "step" if finding.step else "forward")
-    if finding.cause == "unknown" and finding.step:
-        kinds = {"output": "forward", "loss": "backward"}
+    if finding.cause in ("unknown", "bits-depend-on-processes") and finding.step:
+        kinds = {"input": "forward", "output": "forward", "loss": "backward"}
         kind = "backward" if finding.tensor.startswith("gradient of ") else kinds.get(finding.tensor, "step")
     rank = ranks[0] if finding.rank is None or finding.rank not in ranks else finding.rank
     updates = [one for one in many.updates(rank) if one["n"] == max(finding.step or 1, 1)]

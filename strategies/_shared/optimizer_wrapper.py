@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+LR_SCALE = "fleet_lr_scale"  # the entry of a parameter group with the factor by which its learning rate was scaled
+
 
 def _inside(name: str, meaning: str) -> Any:
     """Returns the attribute ``name`` of the optimizer inside, as a property."""

@@ -38,15 +38,17 @@ class BatchCounts:
     def _present(self) -> float | None:
         return self._logical.count if self._logical.is_counted else None
 
-    def divisor(self, averaged: float) -> float:
-        """Returns the sum of all counts of the update, whose last turn is under way; ``averaged`` without any.
+    def divisor(self, without: float, device: torch.device) -> float:
+        """Returns the sum of all counts of the update, whose last turn is under way; ``without`` any that number.
+
+        They are exchanged on ``device``.
 
         Raises ConfigError where some batches of the update have a mean and some have none.
         """
         own = [*self._own, self._present]
         with_mean = [count for count in own if count is not None]
         if not with_mean:
-            return averaged
+            return without
         if len(with_mean) < len(own):
             raise ConfigError(
                 f"fleet.mean() was called in {len(with_mean)} of {len(own)} batches of an update on this worker. With "
@@ -57,7 +59,7 @@ class BatchCounts:
         blocks = [hosted_ranks(logical.num, logical.num_hosts, host) for host in range(logical.num_hosts)]
         counts = [with_mean]
         if self._group is not None:
-            row = torch.zeros(len(blocks[0]) * logical.rounds_per_update, dtype=torch.float64)
+            row = torch.zeros(len(blocks[0]) * logical.rounds_per_update, dtype=torch.float64, device=device)
             row[: len(own)] = torch.tensor(with_mean, dtype=torch.float64)
             rows = [torch.empty_like(row) for _ in blocks]
             wait_for(dist.all_gather(rows, row, group=self._group, async_op=True))

@@ -6,6 +6,13 @@ and ``step()`` finds none that are incomplete; ``step()`` puts them into the tre
 turn it is. In the last turn they are exchanged while backward runs, bucket by bucket, and ``.grad`` holds the gradient
 of the whole update when it ends: clipping, loss scaling and the update rule see what one process would see. A second
 backward pass in that turn exchanges again, from the same sums of the earlier turns.
+
+With several optimizers a backward pass may reach parameters of one on some workers and of another on others. Then the
+workers say at its end which optimizers have gradients, and exchange those of one after the other, in one order.
+
+The parameters change in the last turn of an update. A backward pass that follows a ``step()`` in its turn, as that of
+a generator's loss through a discriminator, would see them changed on the processes whose last turn it is, and as they
+were on the others: it is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fleet.errors import CheckpointError, ConfigError
@@ -24,6 +32,7 @@ from fleet.strategies._gradients.accumulator import Accumulator
 from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._gradients.reducer import overlapped_buckets
 from fleet.strategies._gradients.set_aside import SetAside
+from fleet.strategies._shared.waiting import wait_for
 from fleet.strategies.reproducible.batch_counts import BatchCounts
 from fleet.strategies.reproducible.same_kernels import warn_of_other_kernels
 from fleet.strategies.reproducible.tree_bucket import TreeBucket
@@ -41,12 +50,12 @@ class LogicalGradients(SetAside):
         group: the processes; ``None`` with one.
         bucket_MiB: the size of what travels at once.
         last_bucket_MiB: the same of what travels last.
-        averages: divide the sum by the number of batches.
+        divisor: the sum is divided by it, unless ``fleet.mean`` has given counts.
     """
 
     def __init__(
         self, everyone: Sequence[Accumulator], logical: LogicalWorkers, group: Any, *, bucket_MiB: float,
-        last_bucket_MiB: float, averages: bool,
+        last_bucket_MiB: float, divisor: float,
     ) -> None:  # fmt: skip
         hosted = len(logical.ranks)
         super().__init__("reproducible", everyone, per_update=hosted * logical.rounds_per_update, average=False)
@@ -54,16 +63,22 @@ class LogicalGradients(SetAside):
         self._group = group
         self._bucket_bytes = bucket_MiB * _MIB
         self._last_bucket_bytes = last_bucket_MiB * _MIB
-        self._averaged = float(logical.num * logical.rounds_per_update) if averages else 1.0
+        self._divisor = divisor
         self._counts = BatchCounts(logical, group)
         self._buckets: list[TreeBucket] = []
         self._bucket_of: dict[Tensor, TreeBucket] = {}
         self._next = 0  # the bucket that is sent next
         self._sends = False  # the pass under way is one of the last turn
         self._exchanged = False
+        self._was_dropped = False  # the loop has cleared gradients that were exchanged
+        self._waits = False  # for the exchange, at the end of the pass
+        self._has_stepped = False
+        self._stepped = 0  # turns of the present round that have had their step()
+        self._place = len(everyone)
         self._agreed_before = 0  # of earlier rounds of this update
         self._old: dict[Tensor, Tensor] = {}  # gradients of earlier updates, which nobody has cleared
         self._hooks: list[Any] = []
+        logical.begins.append(self._begin_turn)
         logical.ends.append(self._check_stepped)
 
     # ---- whose turn -----------------------------------------------------------------------------------------------
@@ -73,9 +88,20 @@ class LogicalGradients(SetAside):
         """Whether the next ``step()`` is this process's last one of its round."""
         return (self.steps + 1) % len(self._logical.ranks) == 0
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether ``step()`` was called in the present turn."""
+        return self._has_stepped and self._logical.is_open
+
+    def _begin_turn(self, rank: int) -> None:
+        self._has_stepped = self._exchanged = self._was_dropped = False
+        if self._logical.place == 0:
+            self._stepped = 0
+
     def _check_stepped(self) -> None:
         """Raises ConfigError where a loop goes on to its next batch and has not stepped on this one."""
-        if self.pending or (self._logical.is_last and self.steps % len(self._logical.ranks)):
+        # An optimizer may rest for a whole round, in which its gradients are cleared.
+        if self.pending or self._stepped not in (0, self._logical.place + 1):
             raise ConfigError(
                 f"The loop asks for its next batch, and optimizer.step() was not called on that of logical worker "
                 f"{self._logical.rank}. With 'reproducible' every batch is followed by step(), which updates at the "
@@ -89,14 +115,22 @@ class LogicalGradients(SetAside):
             raise ConfigError(
                 f"{call} on a batch that belongs to no logical worker: with 'reproducible' the rows of a batch must "
                 "not depend on the number of workers. Use fleet.elastic.ElasticSampler(data, batch_size=B) and iterate "
-                "over sampler.batches(loader) in place of a DistributedSampler; for data of your own, run the loop "
-                "once for each rank in fleet.elastic.logical_ranks()."
+                "over sampler.batches(loader) in place of a DistributedSampler, or over a data set of Fleet; for data "
+                "of your own, run the loop once for each rank in fleet.elastic.logical_ranks()."
             )
-        if self.steps % len(logical.ranks) != logical.place:
+
+    def _check_step(self) -> None:
+        logical = self._logical
+        if self.has_stepped:
             raise ConfigError(
-                f"{call} on the batch of logical worker {logical.rank}, and {self.steps % len(logical.ranks)} of this "
-                f"round's batches were stepped on before it, where {logical.place} are due: call step() of every "
-                "optimizer once on each batch of an update, or on none."
+                f"step() was called a second time on the batch of logical worker {logical.rank}. With 'reproducible' a "
+                "batch has one step() of each optimizer."
+            )
+        if self._stepped != logical.place:
+            raise ConfigError(
+                f"step() was called on the batch of logical worker {logical.rank}, and {self._stepped} of this round's "
+                f"batches were stepped on before it, where {logical.place} are due: call step() of an optimizer once "
+                "on each batch of an update, or on none."
             )
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
@@ -106,18 +140,24 @@ class LogicalGradients(SetAside):
         if self._running:
             return
         self._check_turn("backward() was called")
+        if any(isinstance(one, LogicalGradients) and one.has_stepped for one in self._everyone):
+            raise ConfigError(
+                f"backward() was called after step() on the batch of logical worker {self._logical.rank}. With "
+                "'reproducible' parameters change at the last batch of an update, so this loss would see other "
+                "parameters on some workers. Call every backward() of a batch before its first step(), or update each "
+                "model in a loop of its own over fleet.elastic.logical_ranks()."
+            )
+        self._notice_clear()
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)
-        self._notice_clear()
         if self._zeros is not None:
             self._zeros.grad = None
             self._zeros = None
-        if not self.steps and not self.pending:
-            self._plan()
-            self._old = {p: p.grad for p in self._accumulators if p.grad is not None}
+        self._was_dropped = False
+        self._begin_update()
         for parameter in self._accumulators:
             parameter.grad = None
-        self._sends = self.ends_round
+        self._sends = self.ends_round and self._is_alone
         self._next = 0
         for bucket in self._buckets:
             bucket.waiting = set(bucket.parameters)
@@ -137,10 +177,20 @@ class LogicalGradients(SetAside):
             )
         return gradients
 
+    @property
+    def _is_alone(self) -> bool:
+        return all(one is self or one.lost for one in self._everyone)
+
+    def _begin_update(self) -> None:
+        """In the first turn: plans the buckets, and keeps gradients that nobody has cleared."""
+        if not self.steps and not self.pending:
+            self._plan()
+            self._old = {p: p.grad for p in self._accumulators if p.grad is not None and p is not self._zeros}
+
     def _plan(self) -> None:
         """Divides the parameters that train into buckets, unless they are the same as before."""
         trained = [p for p in self._parameters() if p.requires_grad]
-        if trained == list(self._bucket_of) and self._hooks:
+        if self._hooks and [*map(id, trained)] == [*map(id, self._bucket_of)]:
             return
         for hook in self._hooks:
             hook.remove()
@@ -177,7 +227,7 @@ class LogicalGradients(SetAside):
         self._next += 1
 
     def _agreed(self) -> int:
-        return (self._logical.seed + self._logical.round) % _AGREED
+        return (self._logical.seed + self._logical.round + 97 * self._place) % _AGREED
 
     @torch.no_grad()
     def _set_aside(self, exchanged: bool = False) -> None:
@@ -190,8 +240,17 @@ class LogicalGradients(SetAside):
                 parameter.grad = None
         if self._sends:
             self._exchange()
+        elif self.ends_round:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._exchange_waiting)
         if not self.is_last:
             self._mark()
+
+    def _notice_clear(self) -> None:
+        seen = [self._zeros] if self._zeros is not None else list(self.pending) if self._exchanged else []
+        if seen and all(p.grad is None for p in seen):
+            self._zeros = None
+            self.clear()
 
     def _mark(self) -> None:
         """Gives the smallest parameter a gradient of zeros, for code that clips."""
@@ -199,16 +258,45 @@ class LogicalGradients(SetAside):
         self._zeros.grad = torch.zeros_like(self._zeros)
 
     @torch.no_grad()
+    def _exchange_waiting(self) -> None:
+        """Ends a backward pass that may have reached several optimizers."""
+        if self._waits:  # otherwise another one's callback was first
+            self._exchange_together()
+
+    def _exchange_together(self) -> bool:
+        """Exchanges the gradients of each optimizer that has some on any worker; returns whether there was one."""
+        live = [one for one in self._everyone if isinstance(one, LogicalGradients) and not one.lost]
+        waiting = torch.tensor([float(one._waits) for one in live], device=self._device)
+        if self._group is not None:
+            wait_for(dist.all_reduce(waiting, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        found = [one for one, waits in zip(live, waiting.tolist(), strict=True) if waits]
+        for one in found:
+            one._exchange_from_first()
+        return bool(found)
+
+    def _exchange_from_first(self) -> None:
+        self._begin_update()
+        self._next = 0
+        self._exchange()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters())).device
+
+    @torch.no_grad()
     def _exchange(self) -> None:
         """Exchanges what was not sent yet; ``.grad`` is the update's where the round completes one."""
+        self._waits = False
         while self._next < len(self._buckets):
             self._send_next(self.pending.get)
         self._exchanged = True
+        if not self._buckets:
+            return  # nothing trains
         if not self.is_last:
             for bucket in self._buckets:
                 bucket.reduce()
             return
-        divisor = self._counts.divisor(self._averaged)
+        divisor = self._counts.divisor(self._divisor, self._device)
         for bucket in self._buckets:
             bucket.reduce()
             bucket.gather(divisor)
@@ -240,19 +328,27 @@ class LogicalGradients(SetAside):
         Raises ConfigError when the batch belongs to no turn, or a gradient was written that no update would see.
         """
         self._check_turn("step() was called")
-        if not self.steps and not self._buckets:
-            self._plan()  # a first batch without a backward pass
+        self._check_step()
+        self._notice_clear()
+        if self._was_dropped:
+            raise ConfigError(
+                "The gradients of a batch were cleared between backward() and step(), when all workers had exchanged "
+                "them. To leave a batch out, multiply its loss by 0."
+            )
+        self._begin_update()
         ends_round = self.ends_round
-        if ends_round and not self._exchanged:
-            self._next = 0
-            self._exchange()  # a batch without a backward pass; the others wait
+        while ends_round and not self._exchanged:
+            # A batch without a backward pass; the others wait.
+            if self._is_alone or not self._exchange_together():
+                self._exchange_from_first()
         self._counts.note_batch()
         rank = self._logical.rank
         agreed = self._agreed()
         is_last = Accumulator.end_batch(self)
         self._running = self._sends = False
+        self._has_stepped = True
+        self._stepped += 1
         self._watch(self._frozen)
-        self._notice_clear()
         for bucket in self._buckets:
             if not ends_round:
                 with torch.no_grad():
@@ -279,7 +375,10 @@ class LogicalGradients(SetAside):
     def clear(self) -> None:
         """Drops the gradients of the present batch; called when ``.grad`` was cleared."""
         super().clear()
-        self._old = {}
+        self._was_dropped = self._exchanged
+        # Every logical worker clears what the update before has left, once.
+        if not self.steps:
+            self._old = {}
 
     def give(self, parameters: Iterable[Tensor]) -> None:
         """Releases ``parameters``, which another optimizer has now."""

@@ -38,23 +38,29 @@ class OnceAnUpdate:
         self._logical = logical
         self._optimizers = optimizers
         self._models = models
-        self._replaced: list[tuple[Any, str, Any]] = []
-        for kind in _with_subclasses(LRScheduler):
-            if "step" in vars(kind):
-                self._replace(kind, "step", self._is_scheduler_of_job)
+        self._replaced: dict[Any, tuple[str, Any]] = {}
         self._replace(AveragedModel, "update_parameters", lambda averaged, *args: self._is_model_of_job(*args))
+        self._replace_schedulers(0)
+        logical.begins.append(self._replace_schedulers)
+
+    def _replace_schedulers(self, rank: int) -> None:
+        """Replaces ``step`` in every class of schedulers, also in those that were declared since."""
+        for kind in _with_subclasses(LRScheduler):
+            if "step" in vars(kind) and kind not in self._replaced:
+                self._replace(kind, "step", self._is_scheduler_of_job)
 
     def _replace(self, kind: Any, name: str, is_of_job: Callable[..., bool]) -> None:
         original = kind.__dict__[name]
 
         @wraps(original)
         def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._logical.is_amid_update and is_of_job(self_, *args):
+            is_made = getattr(self_, "_is_initial", False)  # a scheduler's first step sets the first rate
+            if self._logical.is_amid_update and not is_made and is_of_job(self_, *args):
                 return None
             return original(self_, *args, **kwargs)
 
         setattr(kind, name, call)
-        self._replaced.append((kind, name, call))
+        self._replaced[kind] = name, call
         call.__dict__["fleet_original"] = original
 
     def _is_scheduler_of_job(self, scheduler: Any, *args: Any) -> bool:
@@ -62,13 +68,14 @@ class OnceAnUpdate:
         return any(innermost(optimizer) is stepped for optimizer in self._optimizers())
 
     def _is_model_of_job(self, *args: Any) -> bool:
-        return any(
-            model is given or model._modules.get("module") is given for given in args for model in self._models()
-        )
+        # Any part of a model: it stays as it is until the update.
+        own = {parameter for model in self._models() for parameter in model.parameters()}
+        return any(not own.isdisjoint(given.parameters()) for given in args)
 
     def close(self) -> None:
         """Gives the methods back; another library's wrapper around one of them stays."""
-        for kind, name, call in self._replaced:
+        self._logical.begins.remove(self._replace_schedulers)
+        for kind, (name, call) in self._replaced.items():
             if kind.__dict__[name] is call:
                 setattr(kind, name, call.__dict__["fleet_original"])
 

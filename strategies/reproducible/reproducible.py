@@ -19,9 +19,11 @@ from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import GradientKeeper, Guide, Stage, StepCounter
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 from fleet.strategies._shared.mesh import plan_axes
+from fleet.strategies._shared.optimizer_wrapper import LR_SCALE
 from fleet.strategies.reproducible.logical_gradients import LogicalGradients
 from fleet.strategies.reproducible.once_an_update import OnceAnUpdate
 from fleet.strategies.reproducible.same_kernels import differences, kernels_of, pin_kernels
+from fleet.strategies.reproducible.tree import kept_sums, whole_nodes
 from fleet.strategies.reproducible.turn_buffers import TurnBuffers
 from fleet.strategies.reproducible.turn_optimizer import TurnOptimizer
 
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 _LOCAL = "its workers train on their own between averages, so the result depends on their number"
 _OWN_TREE = "the sum over the workers is made in the tree of 'reproducible', and this option has another exchange"
+SCALED_RATE = (
+    "fleet.elastic.scale_lr() makes the learning rate follow the number of workers, and with 'reproducible' an update "
+    "has the batches of all logical workers on any number of them. Leave the call out."
+)
 # Axes along which the workers hold parts of a layer or of a sequence, in the order of hybrid_configs.
 _PARTS = ("mp", "pp", "sep", "cp", "ep")
 
@@ -112,17 +118,19 @@ class Reproducible(StepCounter, GradientKeeper):
 
     @classmethod
     def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
-        """Returns the effects, with the number of logical workers on each process."""
+        """Returns the effects, with the hosts, what they keep between turns, and what they send."""
         num = options["reproducible_configs"].logical_workers
         if num < world_size:
             return cls.model_effect, cls.optimizer_effect
-        sizes = [len(hosted_ranks(num, world_size, host)) for host in range(world_size)]
-        counts = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} or {sizes[0]}"
+        blocks = [hosted_ranks(num, world_size, host) for host in range(world_size)]
+        processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
+        kept = max(kept_sums(num, block) for block in blocks)
+        copies = f"; keeps up to {kept} cop{'y' if kept == 1 else 'ies'} of the gradients between turns" if kept else ""
         merged = _rounds(options)
         rounds = f", after {merged} rounds of them" if merged > 1 else ""
         return (
-            f"{num} logical workers, {counts} on each process; {cls.model_effect}",
-            f"{cls.optimizer_effect}{rounds}",
+            f"{num} logical workers on {processes}: {_sizes(blocks)}; {cls.model_effect}",
+            f"{cls.optimizer_effect}{rounds}{copies}{_sent(num, blocks)}",
         )
 
     def __init__(self, config: Any, job: Job) -> None:
@@ -135,6 +143,7 @@ class Reproducible(StepCounter, GradientKeeper):
         self._logical = LogicalWorkers(config.logical_workers, num_hosts, axes.data_rank, _rounds(job.options))
         self._logical.kernels = kernels_of(job.device)
         job.logical = self._logical
+        self._logical.begins.append(self._begin_turn)
         self._group = axes.group(*COPY_AXES)
         self._gradients: list[LogicalGradients] = []
         self._buffers = TurnBuffers(lambda: job.models, self._logical, self._group)
@@ -142,7 +151,9 @@ class Reproducible(StepCounter, GradientKeeper):
         self._has_met = False
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises ConfigError for LBFGS, which runs batches by itself."""
+        """Raises ConfigError for LBFGS, which runs batches by itself, and for a rate that depends on the workers."""
+        if any(LR_SCALE in group for group in optimizer.param_groups):
+            raise ConfigError(SCALED_RATE)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "'reproducible' updates after the batches of all logical workers, and torch.optim.LBFGS runs its "
@@ -175,11 +186,13 @@ class Reproducible(StepCounter, GradientKeeper):
         """Returns an optimizer that updates at the last batch of an update."""
         options = self.job.options
         fuses = options["fuse_all_reduce_ops"]
+        workers = self._logical.num if options["gradient_scale_configs"].scale_strategy == "avg" else 1
+        rounds = self._logical.rounds_per_update if options["gradient_merge_configs"].avg else 1
         gradients = LogicalGradients(
             self._gradients, self._logical, self._group,
             bucket_MiB=options["fuse_grad_size_in_MB"] if fuses else 0.0,
             last_bucket_MiB=options["last_comm_group_size_MB"] if fuses else 0.0,
-            averages=options["gradient_scale_configs"].scale_strategy == "avg",
+            divisor=float(workers * rounds),
         )  # fmt: skip
         self._gradients.append(gradients)
         return TurnOptimizer(optimizer, gradients, self._buffers)
@@ -204,6 +217,11 @@ class Reproducible(StepCounter, GradientKeeper):
         self.job.logical = None
         torch.set_num_threads(self._threads_before)
 
+    def _begin_turn(self, rank: int) -> None:
+        """Begins an update, unless rounds wait for theirs; a loop that evaluates has rounds too."""
+        if not any(gradients.steps for gradients in self._gradients):
+            self._logical.first_round = self._logical.round
+
     def _meet(self) -> None:
         """Makes worker 0's seed the job's, and warns where the workers compute with different kernels."""
         logical = self._logical
@@ -222,6 +240,32 @@ class Reproducible(StepCounter, GradientKeeper):
                 OptionWarning,
                 stacklevel=5,
             )
+
+
+def _sizes(blocks: Sequence[range]) -> str:
+    """Returns how many logical workers each process hosts, in words."""
+    sizes = [len(block) for block in blocks]
+    if len(sizes) <= 8:
+        return ", ".join(map(str, sizes))
+    first = sizes.count(sizes[0])
+    if first == len(sizes):
+        return f"{sizes[0]} each"
+    return f"{sizes[0]} on each of the first {first}, {sizes[-1]} on each of the others"
+
+
+def _sent(num: int, blocks: Sequence[range]) -> str:
+    """Returns what all processes send for an update, beside data_parallel, see [Note: The exchange]."""
+    if len(blocks) == 1:
+        return ""
+    sums = sum(len(list(whole_nodes(num, block))) for block in blocks)
+    if sums == len(blocks):
+        return "; the processes send as many bytes as with data_parallel"
+    # Half of data_parallel's bytes are the sums, one of each process; the other half is sent back alike.
+    factor = (sums / len(blocks) + 1) / 2
+    return (
+        f"; the processes send {factor:.3g} times the bytes of data_parallel, for their {len(blocks)} blocks are "
+        f"{sums} nodes of the tree"
+    )
 
 
 def _rounds(options: Values) -> int:

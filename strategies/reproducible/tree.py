@@ -48,6 +48,21 @@ def whole_nodes(num_leaves: int, ranks: range) -> Iterator[tuple[int, int]]:
     yield from (node for node, _ in stack.sums)
 
 
+def kept_sums(num_leaves: int, ranks: range) -> int:
+    """Returns how many sums wait, at most, while all of the leaves ``ranks`` but the last are added one by one.
+
+    Example:
+        >>> [kept_sums(8, range(size)) for size in (1, 2, 4, 8)]
+        [0, 1, 2, 3]
+    """
+    stack = TreeStack[None](num_leaves, lambda left, right: None)
+    most = 0
+    for rank in ranks[:-1]:
+        stack.push((rank, rank + 1), None)
+        most = max(most, len(stack.sums))
+    return most
+
+
 class TreeStack(Generic[Sum]):
     """Sums of nodes of the tree, from the left; two that make up a node are added at once.
 

@@ -44,7 +44,11 @@ class TreeBucket:
         hosts = range(logical.num_hosts)
         blocks = [hosted_ranks(logical.num, logical.num_hosts, host) for host in hosts]
         self._nodes = [list(whole_nodes(logical.num, block)) for block in blocks]
-        self._size = sum(p.numel() for p in self.parameters)
+        self._layouts: list[tuple[Sequence[int], Sequence[int], int]] = []  # shapes, strides, offsets in a flat buffer
+        self._size = 0
+        for parameter in self.parameters:
+            self._layouts.append((parameter.shape, _dense_stride(parameter), self._size))
+            self._size += parameter.numel()
         # The flags: one for each parameter, and the number on which all agree.
         length = self._size + len(self.parameters) + 1
         self._slice = -(-length // logical.num_hosts)
@@ -54,6 +58,8 @@ class TreeBucket:
         self._merged: Tensor | None = None  # this process's slice of earlier rounds
         self._sent: tuple[Any, Tensor] | None = None
         self._gathered: tuple[Any, Tensor] | None = None
+        self._kept: Tensor | None = None  # what an exchange reads, while it runs
+        self._round: Tensor | None = None  # this process's slice of the round that was reduced
 
     def _new_stack(self) -> TreeStack[Tensor]:
         return TreeStack(self._logical.num, lambda left, right: left.add_(right))
@@ -91,17 +97,7 @@ class TreeBucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns the gradients in ``flat``, each in the layout of its parameter."""
-        found = []
-        begin = 0
-        for parameter in self.parameters:
-            if parameter.is_contiguous():
-                found.append(flat[begin : begin + parameter.numel()].view(parameter.shape))
-            elif torch.ops.aten.is_non_overlapping_and_dense(parameter):
-                found.append(flat.as_strided(parameter.shape, parameter.stride(), begin))
-            else:
-                found.append(flat[begin : begin + parameter.numel()].view(parameter.shape))
-            begin += parameter.numel()
-        return found
+        return [flat.as_strided(shape, stride, begin) for shape, stride, begin in self._layouts]
 
     def clear(self) -> None:
         """Drops the sums of a round that has ended."""
@@ -134,7 +130,7 @@ class TreeBucket:
             work = dist.all_to_all_single(
                 received, given, counts, [len(nodes) * self._slice] * hosts, group=self._group, async_op=True
             )
-        self._kept = given  # while it is read
+        self._kept = given
         self._sent = work, received
 
     def reduce(self) -> None:
@@ -144,11 +140,12 @@ class TreeBucket:
         self._sent = None
         if work is not None:
             wait_for(work)
+            self._kept = None
             stack = self._new_stack()
             places = [node for found in self._nodes for node in found]
             for node, part in zip(places, received.view(len(places), self._slice), strict=True):
                 stack.push(node, part)
-            received = stack.sums[0][1]
+            received = stack.sums[0][1].clone()  # the other slices are released
         self._round = received
 
     def keep(self) -> None:
@@ -156,7 +153,10 @@ class TreeBucket:
         self._merged = self._total()
 
     def _total(self) -> Tensor:
-        return self._round if self._merged is None else self._merged.add(self._round)
+        assert self._round is not None
+        found = self._round if self._merged is None else self._merged.add(self._round)
+        self._round = None
+        return found
 
     def gather(self, divisor: float) -> None:
         """Starts to send this process's slice, divided by ``divisor``, to all others."""
@@ -167,7 +167,7 @@ class TreeBucket:
             self._gathered = None, total
             return
         whole = torch.empty(self._slice * self._logical.num_hosts, **self._like)
-        self._kept = total  # while it is read
+        self._kept = total
         self._gathered = gather_into(whole, total, group=self._group, async_op=True), whole
 
     def finish(self) -> tuple[dict[Tensor, Tensor], float]:
@@ -177,6 +177,14 @@ class TreeBucket:
         self._gathered = None
         if work is not None:
             wait_for(work)
+        self._kept = None
         *used, agreed = self._flags(whole).tolist()
         views = self.views(whole)
         return {p: view for p, view, count in zip(self.parameters, views, used, strict=True) if count > 0}, agreed
+
+
+def _dense_stride(parameter: Tensor) -> Sequence[int]:
+    """Returns the strides of a gradient of ``parameter`` without gaps: its own where it has none."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()

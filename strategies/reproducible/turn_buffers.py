@@ -18,6 +18,9 @@ from fleet.strategies._gradients.flat import broadcast_from_rank_0
 class TurnBuffers:
     """The buffers of all models of a job.
 
+    Those of logical worker 0 become the model's with the first ``step()`` of the last turn of a round, or without one
+    at its end.
+
     Args:
         models: returns the models.
         logical: the logical workers.
@@ -30,32 +33,42 @@ class TurnBuffers:
         self._group = group
         self._of_model: list[Tensor] = []  # at the beginning of the round
         self._of_first: list[Tensor] = []  # of logical worker 0, after its turn
-        logical.begins.append(self.begin)
+        self._is_shared = False
+        logical.begins.append(self._begin)
+        logical.ends.append(self._end)
 
     def _buffers(self) -> Iterator[Tensor]:
         for model in self._models():
             yield from model.buffers()
 
     @torch.no_grad()
-    def begin(self, rank: int) -> None:
+    def _begin(self, rank: int) -> None:
         """Gives logical worker ``rank`` the buffers of the model."""
         own = list(self._buffers())
         if self._logical.place == 0:
+            self._is_shared = False
             self._of_model = [buffer.clone() for buffer in own] if len(self._logical.ranks) > 1 else []
         else:
             _put(self._of_model, own)
 
-    @torch.no_grad()
-    def note_step(self) -> None:
-        """Keeps the buffers of logical worker 0, whose turn may be under way."""
-        if self._logical.rank == 0 and len(self._logical.ranks) > 1:
+    def _end(self) -> None:
+        """Keeps the buffers of logical worker 0."""
+        if self._logical.is_last:
+            self._share()
+        elif self._logical.rank == 0:
             self._of_first = [buffer.clone() for buffer in self._buffers()]
 
-    def share(self) -> None:
-        """Makes the buffers those of logical worker 0, on every process; called at the end of a round."""
+    def note_step(self) -> None:
+        """Notes a step of an optimizer, after which no model is trained in this turn."""
+        if self._logical.is_last:
+            self._share()
+
+    def _share(self) -> None:
+        """Makes the buffers those of logical worker 0, on every process."""
         own = list(self._buffers())
-        if not own:
+        if not own or self._is_shared:
             return
+        self._is_shared = True
         if self._logical.host == 0:
             _put(self._of_first, own)
         if self._group is not None:

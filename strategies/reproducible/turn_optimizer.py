@@ -17,17 +17,13 @@ class TurnOptimizer(AccumulatingOptimizer):
 
     def __init__(self, optimizer: Optimizer, gradients: LogicalGradients, buffers: TurnBuffers) -> None:
         super().__init__(optimizer, gradients)
-        self._gradients = gradients
         self._buffers = buffers
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Ends a turn; updates at the last one of an update. Returns the closure's loss."""
-        ends_round = self._gradients.ends_round
         loss = super().step(closure)
         self._buffers.note_step()
-        if ends_round:
-            self._buffers.share()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_gradients": None, "_buffers": None}
+        return {**super().__getstate__(), "_buffers": None}

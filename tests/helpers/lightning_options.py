@@ -186,6 +186,8 @@ REFUSED: dict[str, tuple[str, Callable[[str], Any]]] = {
     ),
     "experts": ("ep_degree", lambda _: _fabric({"hybrid_configs": {"ep_degree": 2}})),
     "sequences": ("sep_degree", lambda _: _fit({"hybrid_configs": {"sep_degree": 2}})),
+    "reproducible": ("each logical worker whole batches", lambda _: _fit({"reproducible": True})),
+    "reproducible in Fabric": ("each logical worker whole batches", lambda _: _fabric({"reproducible": True})),
     "to_static": ("configure_model", lambda _: _fit({"to_static": True})),
     "second strategy": ("A job has one strategy", lambda _: _second_strategy()),
     "late sync_batchnorm": ("Set it there", lambda _: _late_norms()),

@@ -359,7 +359,8 @@ class FaultJob:
         assert process.exitcode is None, f"{name} has ended before it could be killed"
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        assert process.exitcode == -signal.SIGKILL
+        code = process.exitcode
+        assert code == -signal.SIGKILL, f"{name} has ended with {code} before it could be killed: {self.logs()}"
 
     def progress(self) -> int:
         """Returns how many steps have been done; those that a worker repeats count once."""

@@ -118,7 +118,7 @@ def test_names_of_others_are_registered(strategy: type[Strategy]) -> None:
         assert other in REGISTRY
         assert REGISTRY[other].stage == strategy.stage, "after orders inside a stage only"
     for other in replaced:
-            assert issubclass(REGISTRY[other], JobKind | GradientKeeper)
+        assert issubclass(REGISTRY[other], JobKind | GradientKeeper)
     for other, reason in strategy.conflicts.items():
         assert other in REGISTRY
         assert not issubclass(REGISTRY[other], JobKind)

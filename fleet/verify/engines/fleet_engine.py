@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fleet import facade
 from fleet.checks.copies import Copies
 from fleet.job.job import Job
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.roll_call import RollCall
 from fleet.job.running import running_session
 from fleet.options import DistributedStrategy
@@ -54,6 +55,7 @@ class FleetEngine(TrainingEngine):
         FleetOptimizer.step = listener.around_step(FleetOptimizer.step)  # type: ignore[method-assign]
         watch_rule_steps(listener)
         RollCall.meet = _meeting(listener, RollCall.meet)  # type: ignore[method-assign]
+        LogicalWorkers.begin_turn = _turning(listener, LogicalWorkers.begin_turn)  # type: ignore[method-assign]
         _choose_options(plan)
         if plan.alone:
             pieces: Any = micro_batches
@@ -83,6 +85,7 @@ class FleetEngine(TrainingEngine):
             notes=tuple(session.plan.notes),
             plan=plan,
             computing=tuple(name for name in plan if name not in (*DIVIDING, "data_parallel")),
+            logical=0 if session.job.logical is None else session.job.logical.num,
         )
 
     def parameters(self, models: list[nn.Module]) -> Mapping[str, Tensor] | None:
@@ -135,6 +138,18 @@ def _meeting(listener: EngineListener, meet: Callable[..., Any]) -> Callable[...
             return meet(self, call, *args, **kwargs)
 
     return met
+
+
+def _turning(listener: EngineListener, begin: Callable[[LogicalWorkers], int]) -> Callable[[LogicalWorkers], int]:
+    """Returns the beginning of a turn, which then also tells whose turn it is."""
+
+    @wraps(begin)
+    def begun(self: LogicalWorkers) -> int:
+        rank = begin(self)
+        listener.turn_begins(self.round, rank)
+        return rank
+
+    return begun
 
 
 def _choose_options(plan: RunPlan) -> None:

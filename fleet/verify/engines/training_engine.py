@@ -43,6 +43,9 @@ class EngineListener(UpdateListener, Protocol):
         gives what the workers had, joined. ``is_last(loader)`` says that the batch it has given is the last one.
         """
 
+    def turn_begins(self, number: int, rank: int) -> None:
+        """Hears that the turn of logical worker ``rank`` begins in round ``number`` of a reproducible job."""
+
     def note(self, text: str) -> None:
         """Hears a note for the report."""
 
@@ -70,6 +73,7 @@ class EngineJob:
     ``data_rank`` is the number of its copy of the model, None where it shares that with no other process; ``parts``
     says that it holds a part of one. ``plan`` has the options that are on, and ``computing`` those of them that one
     process must have too. ``seeded_by`` names the engine where it, and not the script, seeds all workers alike.
+    ``logical`` is the number of logical workers that the processes host, 0 where there are none.
     """
 
     engine: str = ""
@@ -79,6 +83,7 @@ class EngineJob:
     plan: tuple[str, ...] = ()
     computing: tuple[str, ...] = ()
     seeded_by: str = ""
+    logical: int = 0
 
 
 class TrainingEngine:

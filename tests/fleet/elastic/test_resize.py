@@ -55,6 +55,24 @@ def test_the_strategy_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not same.gradient_merge
 
 
+def test_a_reproducible_job_has_no_batch_to_keep_and_no_rate_to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers(monkeypatch, 2)
+    strategy = fleet.DistributedStrategy()
+    strategy.reproducible = True
+    assert keep_global_batch(strategy, workers=3) == 1
+    assert not strategy.gradient_merge
+    workers(monkeypatch, 1)
+    scaled = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.4)
+    scale_lr(scaled, workers=4)
+    fleet.init(is_collective=True, strategy=strategy)
+    with pytest.raises(ConfigError, match="scale_lr.. makes the learning rate follow the number of workers"):
+        fleet.distributed_optimizer(scaled)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.4)
+    with pytest.raises(ConfigError, match="on any number of them"):
+        scale_lr(plain, workers=4)
+    assert plain.param_groups[0]["lr"] == 0.4
+
+
 def test_a_strategy_that_init_has_copied_is_warned_of() -> None:
     strategy = fleet.DistributedStrategy()
     with warnings.catch_warnings():
@@ -139,7 +157,7 @@ def test_a_checkpoint_of_another_number_of_workers_is_rescaled(tmp_path: Any) ->
 
 def job_of(replicas: int) -> Any:
     """Stands for a session whose workers train on this many different batches."""
-    return SimpleNamespace(world_size=replicas, data_replicas=replicas)
+    return SimpleNamespace(world_size=replicas, data_replicas=replicas, logical=None)
 
 
 def test_an_undeclared_change_warns(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from fleet.elastic import ElasticSampler
 from fleet.errors import CheckpointError, ConfigError
+from fleet.job.logical_workers import LogicalWorkers
 
 
 class Numbers(Dataset[int]):
@@ -213,3 +214,83 @@ def test_a_resumed_run_draws_as_often_as_the_whole_one(stop: int, persistent: bo
     rest, _ = run(saved)
     assert len(rest) == 4 - stop
     assert all(torch.equal(a, b) for a, b in zip(rest, whole[stop:], strict=True))
+
+
+# ---- whole batches --------------------------------------------------------------------------------------------------
+
+
+def dealt(length: int, size: int, workers: int, rank: int, state: Any = None, **made: Any) -> tuple[list[Any], Any]:
+    """Returns the batches of an epoch of a worker, and its sampler."""
+    data = Numbers(length)
+    sampler = ElasticSampler(data, num_workers=workers, rank=rank, batch_size=size, seed=3, **made)
+    if state is not None:
+        sampler.load_state_dict(state)
+    loader = DataLoader(data, batch_size=size, sampler=sampler)
+    return [batch.tolist() for batch in sampler.batches(loader)], sampler
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("length", "size", "workers"), [(24, 2, 3), (23, 2, 3), (7, 4, 2), (3, 2, 4)])
+def test_whole_batches_are_dealt_in_turns(length: int, size: int, workers: int, drop_last: bool) -> None:
+    """Round u gives worker r the positions from (u v + r) B of the order on; the last one is padded or dropped."""
+    order = list(ElasticSampler(Numbers(length), num_workers=1, rank=0, seed=3))
+    per_round = size * workers
+    rounds = length // per_round if drop_last else -(-length // per_round)
+    for rank in range(workers):
+        found, sampler = dealt(length, size, workers, rank, drop_last=drop_last)
+        starts = [(number * workers + rank) * size for number in range(rounds)]
+        assert found == [[order[place % length] for place in range(start, start + size)] for start in starts]
+        assert sampler.done == (rounds * per_round if drop_last else length)
+        assert len(sampler) == rounds * size
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 5])
+def test_logical_workers_have_the_same_batches_on_any_host(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance 4: a sampler that deals by physical rank fails here."""
+    by_rank = [dealt(43, 2, 5, rank)[0] for rank in range(5)]
+    for host in range(hosts):
+        logical = LogicalWorkers(5, hosts, host)
+        monkeypatch.setattr("fleet.elastic.sampler._logical_workers", lambda logical=logical: logical)
+        data = Numbers(43)
+        sampler = ElasticSampler(data, batch_size=2, seed=3)
+        assert (sampler.num_workers, len(sampler)) == (5, 5 * 2 * len(logical.ranks))
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        found: dict[int, list[Any]] = {rank: [] for rank in logical.ranks}
+        done = []
+        for batch in sampler.batches(loader):
+            found[logical.rank].append(batch.tolist())
+            done.append(sampler.done)
+            logical.end_turn()  # no job that would do so
+        assert found == {rank: by_rank[rank] for rank in logical.ranks}
+        size = len(logical.ranks)
+        assert done[size - 1 :: size] == [10, 20, 30, 40, 43]
+        assert {*done[: size - 1]} <= {0}
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_an_epoch_goes_on_with_another_number_of_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [dealt(43, 2, 3, rank)[0] for rank in range(3)]
+    state = {"epoch": 0, "done": 12, "seed": 3, "shuffle": True, "num_samples": 43}
+    for host in range(hosts):
+        logical = LogicalWorkers(3, hosts, host)
+        monkeypatch.setattr("fleet.elastic.sampler._logical_workers", lambda logical=logical: logical)
+        data = Numbers(43)
+        sampler = ElasticSampler(data, batch_size=2, seed=3)
+        sampler.load_state_dict(state)
+        numbers, found = [], []
+        for batch in sampler.batches(DataLoader(data, batch_size=2, sampler=sampler)):
+            found.append(batch.tolist())
+            logical.end_turn()
+        expected = [whole[rank][number] for number in range(2, 8) for rank in logical.ranks]
+        assert found == expected
+        sampler.load_state_dict(state)
+        numbers = [number for *_, number in sampler._numbers()]
+        assert numbers == [number for number in range(2, 8) for _ in logical.ranks]
+
+
+def test_a_batch_size_and_other_wrong_arguments() -> None:
+    with pytest.raises(ConfigError, match="takes the number of samples of a batch"):
+        ElasticSampler(Numbers(4), num_workers=1, rank=0, batch_size=0)
+    sampler = ElasticSampler(Numbers(4), num_workers=1, rank=0, batch_size=2)
+    with pytest.raises(ConfigError, match="deals batches of 2.*the loader's batch_size is 1. Give both the same"):
+        sampler.batches(DataLoader(Numbers(4), sampler=sampler))

@@ -18,7 +18,7 @@ from tests.helpers.sampled import sampled
 from tests.helpers.sources import ROOT
 
 CASES = ["plain", "recompute", "amp", "recompute and amp", "gradient_merge"]
-SHARED = ["data_parallel", "fp16_allreduce", "dgc", "localsgd", "sharding 1"]
+SHARED = ["data_parallel", "fp16_allreduce", "dgc", "localsgd", "reproducible", "sharding 1"]
 DIVIDED = ["sharding 2", "sharding 3"]
 
 

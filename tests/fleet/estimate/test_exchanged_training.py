@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, SharedUpdate, bytes_of
+from fleet.estimate.exchanged_training import Averages, Buckets, Exchange, LogicalSums, SharedUpdate, bytes_of
 from fleet.estimate.storage_tracker import StorageTracker
 
 
@@ -73,3 +73,29 @@ def test_averages_go_in_pieces() -> None:
         Averages(tracker, model).end_step()
         assert bytes_of(model.parameters()) == 120 * 2**20
     assert tracker.usage().largest["communication"] == 80 * 2**20
+
+
+def test_logical_workers_keep_sums_of_nodes() -> None:
+    """Four in one process: (0 1) and 2 wait when 3 is added; the last gradient, its copy and the update's are three."""
+    with FakeTensorMode(), StorageTracker("cpu") as tracker:
+        model = layers(100)
+        exchange = LogicalSums(tracker, model, 4, 1)
+        for turn in range(4):
+            exchange.begin_batch(turn == 3)
+            backward(model)
+            exchange.end_backward()
+        exchange.end_step()
+        model[0].weight.grad = None  # type: ignore[index, union-attr]
+    assert tracker.usage().largest["gradients"] == (2 + 1 + 1) * 400
+    assert tracker.usage().largest["communication"] == 400
+
+
+def test_blocks_that_are_no_nodes_travel_apart() -> None:
+    """Of 8 on 3 processes a block is two nodes: a gradient, both sums side by side, and 5 / 3 that are received."""
+    with FakeTensorMode(), StorageTracker("cpu") as tracker:
+        model = layers(300)
+        exchange = LogicalSums(tracker, model, 8, 3)
+        exchange.begin_batch(True)
+        backward(model)
+        exchange.end_backward()
+    assert tracker.usage().largest["communication"] == (1 + 2) * 1200 + 5 * 400

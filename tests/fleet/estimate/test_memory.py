@@ -123,6 +123,21 @@ def test_gradient_merge_keeps_sums() -> None:
     assert merged[1] == merged[2]
 
 
+def test_logical_workers_add_sums() -> None:
+    """What is kept between turns grows with the logarithm of the turns; nothing is left out but with sharding."""
+    found = [
+        fleet.estimate_memory(
+            net(), (4, 64), strategy(reproducible=True, reproducible_configs={"logical_workers": num}), world_size=2
+        )
+        for num in (2, 4, 8)
+    ]
+    size = found[0].parameters_bytes
+    assert [one.gradients_bytes // size for one in found] == [2, 3, 4]
+    assert {one.not_modelled for one in found} == {()}
+    shared = strategy(reproducible=True, sharding=True, sharding_configs={"stage": 1})
+    assert "reproducible with sharding" in f"{fleet.estimate_memory(net(), (4, 64), shared)}"
+
+
 def test_optimizers_that_strategies_replace() -> None:
     """lars keeps momentum, lamb two moments; both run as they are, without values."""
     lars = fleet.estimate_memory(net(), (4, 64), strategy(lars=True), world_size=1)

@@ -53,6 +53,7 @@ def test_other_ways_to_divide_a_model_are_refused(name: str, tmp_path: Any) -> N
         ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 4}}, "gradient_accumulation_steps=4"),
         ({"sharding": True, "sharding_configs": {"gradient_merge_acc_step": 2}}, "gradient_accumulation_steps=2"),
         ({"qat": True}, "from_pretrained"),
+        ({"reproducible": True}, "each logical worker whole batches"),
     ],
 )
 def test_options_that_the_loop_cannot_follow_are_refused(options: dict[str, Any], reason: str, tmp_path: Any) -> None:

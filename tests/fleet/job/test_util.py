@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.job import Job
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.util import UtilBase
 from fleet.options import DistributedStrategy
 from fleet.role_maker import UserDefinedRoleMaker
@@ -34,6 +35,19 @@ def joined(rank: int, world_size: int) -> UtilBase:
     """Returns the UtilBase of a worker."""
     record = RoleRecord(global_rank=rank, world_size=world_size)
     return UtilBase(job_of(record, process_group=dist.group.WORLD))
+
+
+def test_a_call_of_all_between_two_batches_of_an_update_is_refused() -> None:
+    """Processes host different numbers of logical workers, and so would make different numbers of calls."""
+    logical = LogicalWorkers(2, 1, 0)
+    util = UtilBase(job_of(RoleRecord(global_rank=0, world_size=1), logical=logical))
+    logical.begin_turn()
+    for call in (lambda: util.all_reduce(1.0), lambda: util.all_gather(1.0), util.barrier):
+        with pytest.raises(ConfigError, match="Use fleet.update_loss"):
+            call()
+    logical.end_turn()
+    logical.begin_turn()  # the last one: every process makes it
+    assert util.all_reduce(1.0) == 1.0
 
 
 def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:

@@ -46,6 +46,30 @@ def test_order_and_effects() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("num", "workers", "hosted", "kept", "sent"),
+    [
+        (8, 1, "8 logical workers on 1 process: 8;", "up to 3 copies", None),
+        (8, 2, "8 logical workers on 2 processes: 4, 4;", "up to 2 copies", "as many bytes as with data_parallel"),
+        # Blocks 0-2, 3-5, 6-7 are the nodes (0 1) 2, 3 (4 5), (6 7): 5 sums in the place of 3, and one half of all.
+        (8, 3, "8 logical workers on 3 processes: 3, 3, 2;", "up to 2 copies", "1.33 times the bytes of data_parallel"),
+        (3, 3, "3 logical workers on 3 processes: 1, 1, 1;", None, "as many bytes as with data_parallel"),
+        (32, 16, "32 logical workers on 16 processes: 2 each;", "up to 1 copy", "as many bytes as with data_parallel"),
+        (20, 9, "on 9 processes: 3 on each of the first 2, 2 on each of the others;", "up to 2 copies", " times"),
+    ],
+)
+def test_logical_workers_say_their_hosts_and_their_cost(
+    num: int, workers: int, hosted: str, kept: str | None, sent: str | None
+) -> None:
+    strategy = DistributedStrategy()
+    strategy.reproducible = True
+    strategy.reproducible_configs = {"logical_workers": num}
+    text = explanation(strategy, workers)
+    assert hosted in text
+    assert ("of the gradients between turns" in text) == (kept is not None) == (f"keeps {kept}" in text)
+    assert ("the processes send" in text) == (sent is not None) == (f"{sent}" in text)
+
+
 def test_refused_combination_is_shown() -> None:
     """Conflicts, wrong combinations and what is not offered, each with its reason."""
     strategy = DistributedStrategy()

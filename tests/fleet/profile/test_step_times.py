@@ -58,10 +58,12 @@ class Sgd(torch.optim.SGD):
         return super().step(closure)
 
 
-def start() -> tuple[Clock, StepTimes, FleetModel, FleetOptimizer, list[dict[str, int]]]:
+def start(
+    strategy: fleet.DistributedStrategy | None = None,
+) -> tuple[Clock, StepTimes, FleetModel, FleetOptimizer, list[dict[str, int]]]:
     """Returns a clock, the times that it feeds, a model and an optimizer, and the parts of each step so far."""
     clock = Clock()
-    fleet.init(is_collective=True)
+    fleet.init(is_collective=True, strategy=strategy)
     session: Any = running_session()
     times = session.job.listeners.get(StepWatch).measure(StepTimes(clock))
     optimizer = Sgd((model := Model(clock)).parameters(), lr=0.1)
@@ -207,3 +209,17 @@ def test_a_worker_that_waits_for_a_late_one_is_in_the_exchange() -> None:
     early, late = run_workers(train_beside_a_late_worker, 2)
     assert early["exchange"] > 0.1
     assert late["backward"] >= 0.3
+
+
+def test_the_batches_of_an_update_are_steps_of_its_optimizer_and_no_data() -> None:
+    """Two logical workers in one process; what follows backward in the turn of the first is part of the update."""
+    strategy = fleet.DistributedStrategy()
+    strategy.reproducible = True
+    strategy.reproducible_configs = {"logical_workers": 2}
+    clock, _, model, optimizer, steps = start(strategy)
+    for _ in range(2):
+        for _ in fleet.elastic.logical_ranks():
+            plain(clock, model, optimizer)
+            clock.now += 50
+    # Of two turns: 2 batches, 2 forwards with losses, 2 backwards; 7 + 50 in the first one, the update in the second.
+    assert steps[1] == {"data": 2 + 50, "forward": 30, "backward": 200, "update": 57 + 1000, "other": 7}

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import fleet
 from fleet.errors import ConfigError, NotInitializedError, OptionWarning
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_session
 from fleet.profile.step_watch import StepWatch
 from fleet.trackers import RunInfo, Tracker, run_log
@@ -54,9 +56,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     fleet.fleet._instance()._close()
 
 
-def start(place: Path, trackers: list[str], **config: Any) -> Any:
+def start(place: Path, trackers: list[str], strategy: fleet.DistributedStrategy | None = None, **config: Any) -> Any:
     """Returns the session of a single process."""
-    strategy = fleet.DistributedStrategy()
+    strategy = strategy or fleet.DistributedStrategy()
     strategy.trackers = trackers
     strategy.tracker_configs = {"folder": str(place)} | config
     fleet.init(is_collective=True, strategy=strategy)
@@ -74,6 +76,26 @@ def train(steps: int, log: bool = True) -> None:
         optimizer.zero_grad()
         if log:
             fleet.log({"loss": loss})
+
+
+def test_samples_of_all_logical_workers_count(tmp_path: Path, kept: Kept) -> None:
+    """A step is an update; a process that hosts 2 of 8 on 3 stands for four times its rows."""
+    strategy = fleet.DistributedStrategy()
+    strategy.reproducible = True
+    strategy.reproducible_configs = {"logical_workers": 2}
+    start(tmp_path, ["json"], strategy, every=2)
+    model = fleet.distributed_model(torch.nn.Linear(4, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        for _ in fleet.elastic.logical_ranks():
+            model(torch.ones(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step for step, _ in kept.seen] == [2, 4]
+    values = kept.seen[1][1]
+    assert values["rate/samples_per_s"] == pytest.approx(2 * 8 * values["rate/steps_per_s"])
+    job: Any = SimpleNamespace(logical=LogicalWorkers(8, 3, 2), data_replicas=3)
+    assert run_log._batches_of_all(job) == 4
 
 
 def test_log_needs_init() -> None:
