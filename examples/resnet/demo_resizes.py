@@ -18,7 +18,7 @@ from pathlib import Path
 from plot_resizes import differences, draw, read_updates, stages
 
 SCRIPT = Path(__file__).parent / "train_fleet_reproducible.py"
-DEFAULTS = ["--batch-size", "8", "--width", "8"]
+DEFAULTS = ["--batch-size", "8", "--width", "8", "--epochs", "6"]
 LIMIT_S = 600.0  # for the updates of one size of the job
 
 
