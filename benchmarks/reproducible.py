@@ -326,7 +326,7 @@ def main() -> None:
         worker(sys.argv[1], int(sys.argv[2]), sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=9, help="turns of each form that count")
+    parser.add_argument("--blocks", type=int, default=11, help="turns of each form that count")
     parser.add_argument("--updates", type=int, default=2, help="updates in a turn")
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch of GPT")
     parser.add_argument("--images", type=int, default=32, help="images of a batch of ResNet")
