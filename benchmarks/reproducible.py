@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -50,7 +51,7 @@ MIB = 2**20
 Update = Callable[[], None]
 
 
-# ---- a worker ---------------------------------------------------------------------------------------------------------
+# ---- a worker -------------------------------------------------------------------------------------------------------
 
 
 def gpt(hidden: int, layers: int, rows: int, length: int) -> tuple[nn.Module, Any, list[tuple[Tensor, Tensor]]]:
@@ -70,7 +71,7 @@ def resnet(width: int, rows: int) -> tuple[nn.Module, Any, list[tuple[Tensor, Te
 MODELS: dict[str, Callable[..., tuple[nn.Module, Any, list[tuple[Tensor, Tensor]]]]] = {"ResNet": resnet, "GPT": gpt}
 
 
-def make_update(form: str, model: str, sizes: list[int], num_batches: int, num_workers: int) -> Update:
+def make_update(form: str, num_workers: int, model: str, num_batches: int, sizes: list[int]) -> Update:
     """Returns one update of a model with ``sizes``, trained in ``form``."""
     strategy = fleet.DistributedStrategy()
     if form == OURS:
@@ -145,10 +146,10 @@ def worker(form: str, num_workers: int, place: str) -> None:
             asked = json.loads(line)
             reply: Any = {}
             if "begin" in asked:
-                update = make_update(form, *asked["begin"], num_workers)
+                update = make_update(form, num_workers, *asked["begin"])
             elif "peak" in asked:
                 model, num_batches, small, sizes = asked["peak"]
-                reply = peak(lambda some: make_update(form, model, some, num_batches, num_workers), small, sizes)
+                reply = peak(partial(make_update, form, num_workers, model, num_batches), small, sizes)
             else:
                 reply = run(update, asked["run"])
             lines.write(json.dumps(reply) + "\n")
@@ -281,7 +282,7 @@ def times_and_bytes(args: argparse.Namespace) -> str:
                 for num_batches in cases:
                     taking = [job for job in jobs if job.form != MERGED or num_batches % num_workers == 0]
                     for job in taking:
-                        job.ask(begin=[model, sizes_of(model, args), num_batches])
+                        job.ask(begin=[model, num_batches, sizes_of(model, args)])
                     found = in_turns(taking, args)
                     rows = case_rows(model, num_batches, num_workers, found, args)
                     times.append(rows[0])
@@ -325,7 +326,7 @@ def main() -> None:
         worker(sys.argv[1], int(sys.argv[2]), sys.argv[3])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=11, help="turns of each form that count")
+    parser.add_argument("--blocks", type=int, default=9, help="turns of each form that count")
     parser.add_argument("--updates", type=int, default=2, help="updates in a turn")
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch of GPT")
     parser.add_argument("--images", type=int, default=32, help="images of a batch of ResNet")

@@ -18,7 +18,7 @@ from pathlib import Path
 from plot_resizes import differences, draw, read_updates, stages
 
 SCRIPT = Path(__file__).parent / "train_fleet_reproducible.py"
-DEFAULTS = ["--batch-size", "8", "--width", "16"]
+DEFAULTS = ["--batch-size", "8", "--width", "8", "--epochs", "6"]
 LIMIT_S = 600.0  # for the updates of one size of the job
 
 
@@ -53,6 +53,15 @@ class Nodes:
             line += ["--nproc_per_node=1", "--elastic_timeout=2", "--log_dir", str(log), str(SCRIPT), *self.options]
             with (log / "output").open("wb") as output:
                 self.running.append(subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT))
+            if len(self.running) == 1:  # the first one that opens the port holds the store
+                self._wait_for_text("Waiting peer start", log / "output")
+
+    def _wait_for_text(self, text: str, output: Path) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while text not in output.read_text():
+            if self.has_ended or time.monotonic() > deadline:
+                raise SystemExit(f"The first launcher did not start; see {output}.")
+            time.sleep(0.05)
 
     @property
     def has_ended(self) -> bool:
@@ -115,11 +124,13 @@ def main() -> None:
     def options(name: str, history: Path) -> list[str]:
         return [*chosen, "--checkpoint", str(folder / name), "--history", str(history)]
 
+    print("one process trains", flush=True)
     alone = digest_in(train_alone(folder, options("checkpoint1", one)))
     undisturbed, _ = read_updates(one)
     nodes = Nodes(folder, max(args.sizes), options("checkpoints", resized))
     try:
         for size in args.sizes:
+            print(f"the job gets {size} node(s)", flush=True)
             nodes.resize(size)
             nodes.wait_for(resized, size, len(undisturbed) // (2 * len(args.sizes)))
         while not nodes.has_ended:

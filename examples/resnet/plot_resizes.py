@@ -73,17 +73,19 @@ def draw(one: Losses, resized: Losses, picture: Path) -> None:
         2, 1, figsize=(9.6, 5.0), dpi=150, layout="constrained", height_ratios=(3.2, 1.0), sharex=True
     )
     updates = list(one)
-    upper.plot(updates, [loss for loss, _ in one.values()], color=BLUE, alpha=0.35, linewidth=6.0, label="1 worker")
+    upper.plot(updates, [loss for loss, _ in one.values()], color=BLUE, alpha=0.35, linewidth=6.0, label="undisturbed")
     upper.plot(updates, [loss for loss, _ in resized.values()], color=ORANGE, linewidth=1.3, label="resized")
     upper.set(title="Loss of each update", ylabel="cross-entropy", yscale="log")
     upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     upper.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     upper.yaxis.set_minor_locator(NullLocator())
+    upper.margins(y=0.15)  # room for the names of the bands
     upper.legend(frameon=False, loc="lower left")
 
     largest = max(map(abs, difference))
     lower.plot(updates, difference, color=ORANGE, linewidth=1.3)
-    lower.set(title=f"Resized minus undisturbed: at most {largest:g}", xlabel="updates")
+    said = f"at most {largest:g}" if largest else "0 in every update"
+    lower.set(title=f"Resized minus undisturbed: {said}", xlabel="updates")
     lower.set(xlim=(updates[0] - 0.5, updates[-1] + 0.5), ylim=(-1e-6, 1e-6) if largest < 1e-6 else None)
     for axes in (upper, lower):
         mark_stages(axes, stages(resized), named=axes is upper)

@@ -196,9 +196,9 @@ class LogicalSums(Exchange):
         blocks = [hosted_ranks(num, hosts, host) for host in range(hosts)]
         nodes = [len(list(whole_nodes(num, block))) for block in blocks]
         self._kept = max(kept_sums(num, block) for block in blocks)
-        # The last turn's gradient in the tree, where several sums travel a copy of all, and what is received.
-        most = max(nodes)
-        self._sent = 1 + (most if most > 1 else 0) + (sum(nodes) / hosts if hosts > 1 else 0)
+        self._received = sum(nodes) / hosts if hosts > 1 else 0.0
+        # The last turn's gradient in the tree, and where several sums travel a copy of all.
+        self._sent = 1 + (max(nodes) if max(nodes) > 1 and hosts > 1 else 0)
         self._is_last = True
         self._sums: list[Block] = []  # until the update
         self._in_flight: list[Block] = []
@@ -213,7 +213,8 @@ class LogicalSums(Exchange):
         """Holds what is sent and received of a gradient, in the last turn."""
         super().note_gradient(parameter)
         if self._is_last:
-            self._in_flight.append(self.tracker.hold(round(self._sent * bytes_of([parameter])), "communication"))
+            copies = self._sent + self._received
+            self._in_flight.append(self.tracker.hold(round(copies * bytes_of([parameter])), "communication"))
 
     def end_backward(self) -> None:
         """Adds the gradients to the sums; in the last turn receives those of the update."""
@@ -224,10 +225,12 @@ class LogicalSums(Exchange):
             for parameter in self._parameters:
                 parameter.grad = None
             return
-        self._sums.append(self.tracker.hold(size, "gradients"))
         for block in self._in_flight:
             self.tracker.release(block)
         self._in_flight.clear()
+        self._sums.append(self.tracker.hold(size, "gradients"))
+        if self._received:  # gloo gathers into a copy
+            self.tracker.pass_by(round((1 + self._received) * size), "communication")
 
     def end_step(self) -> None:
         """Drops the sums after an update."""

@@ -134,7 +134,7 @@ class TreeBucket:
         self._sent = work, received
 
     def reduce(self) -> None:
-        """Waits for the slices of all processes, and adds them to those of earlier rounds."""
+        """Waits for the slices of all processes, and adds them in the order of the tree."""
         assert self._sent is not None
         work, received = self._sent
         self._sent = None
@@ -150,9 +150,9 @@ class TreeBucket:
 
     def keep(self) -> None:
         """Keeps the round that was reduced, for the update that a later round makes."""
-        self._merged = self._total()
+        self._merged = self._take_total()
 
-    def _total(self) -> Tensor:
+    def _take_total(self) -> Tensor:
         assert self._round is not None
         found = self._round if self._merged is None else self._merged.add(self._round)
         self._round = None
@@ -160,7 +160,7 @@ class TreeBucket:
 
     def gather(self, divisor: float) -> None:
         """Starts to send this process's slice, divided by ``divisor``, to all others."""
-        total = self._total()
+        total = self._take_total()
         if divisor != 1:
             total.div_(divisor)  # the flags with the rest
         if self._group is None:

@@ -146,7 +146,7 @@ def _mlp(drop: nn.Module) -> list[nn.Module]:
 
 
 def _attention(drop: nn.Module) -> list[nn.Module]:
-    p = 0.1 if isinstance(drop, nn.Sequential) else 0.0
+    p = 0.1 if isinstance(drop, nn.Dropout) else 0.0
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=p, activation="gelu", batch_first=True)
     first = nn.Sequential(nn.Unflatten(1, (6, 8)), nn.Linear(8, 16))
     return [first, layer, nn.Sequential(nn.Flatten(), nn.Linear(96, CLASSES))]
@@ -182,8 +182,9 @@ MODELS = {
 
 def net_of(case: Case) -> nn.Sequential:
     """Returns a new network; torch's generator decides its weights."""
-    drop = nn.Sequential(nn.Dropout(0.2), Noise()) if case.draws else nn.Identity()
-    return nn.Sequential(*MODELS[case.model](drop))
+    drop = nn.Dropout(0.2) if case.draws else nn.Identity()
+    first, block, head = MODELS[case.model](drop)
+    return nn.Sequential(first, block, nn.Sequential(Noise(), head) if case.draws else head)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

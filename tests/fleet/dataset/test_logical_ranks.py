@@ -134,6 +134,8 @@ def test_batches_of_a_logical_worker_are_the_same_on_any_number_of_processes(
     assert len({draw for turns in whole.values() for _, draw in turns}) == rounds * V
     if make is not parquet_data:
         assert len(set(given)) == len(given)
+    if make is stream_data:
+        assert len({value % 1 for value in given}) == len(given)  # no two batches have the same noise
     for hosts in (2, 3, 4):
         found: Turns = {}
         for host in range(hosts):
