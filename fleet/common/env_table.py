@@ -162,6 +162,7 @@ VARIABLES: dict[str, Variable] = _table(
     ("TORCHELASTIC_RUN_ID", "torch", None, "id of the job under torchrun"),
     ("TORCHELASTIC_USE_AGENT_STORE", "torch", None, "True when the launcher already serves the store"),
     ("CUDA_VISIBLE_DEVICES", "user", None, "devices that this process may see"),
+    ("CUBLAS_WORKSPACE_CONFIG", "user", None, "workspace of cuBLAS; 'reproducible' sets :4096:8 where it is absent"),
     ("OMP_NUM_THREADS", "user", None, "CPU threads of each process"),
     # Other starters.
     ("SLURM_PROCID", "scheduler", None, "rank under srun"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import warnings
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fleet.env import Environment, export
 from fleet.errors import OptionWarning
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -23,7 +23,8 @@ def pin_kernels(num_threads: int, device: torch.device) -> None:
     torch.set_num_threads(num_threads)
     if device.type == "cuda":
         # cuBLAS reads it when its first handle is made.
-        os.environ.setdefault(_CUBLAS, ":4096:8")
+        if not Environment().has(_CUBLAS):
+            export({_CUBLAS: ":4096:8"})
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
 

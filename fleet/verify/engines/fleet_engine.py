@@ -140,12 +140,14 @@ def _meeting(listener: EngineListener, meet: Callable[..., Any]) -> Callable[...
     return met
 
 
-def _turning(listener: EngineListener, begin: Callable[..., Any]) -> Callable[..., Any]:
+def _turning(
+    listener: EngineListener, begin: Callable[[LogicalWorkers, object], int]
+) -> Callable[[LogicalWorkers, object], int]:
     """Returns the beginning of a turn, which then also tells whose turn it is."""
 
     @wraps(begin)
-    def begun(self: Any) -> Any:
-        rank = begin(self)
+    def begun(self: LogicalWorkers, loop: object) -> int:
+        rank = begin(self, loop)
         listener.turn_begins(self.round, rank)
         return rank
 

@@ -123,8 +123,8 @@ def test_numbers_have_bounds(key: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("num", "world_size", "merged", "words"),
     [
-        (8, 3, 1, "8 logical workers, 2 or 3 on each process"),
-        (8, 4, 1, "8 logical workers, 2 on each process"),
+        (8, 3, 1, "8 logical workers on 3 processes: 3, 3, 2"),
+        (8, 4, 1, "8 logical workers on 4 processes: 2, 2, 2, 2"),
         (8, 4, 5, "after 5 rounds of them"),
     ],
 )
