@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -186,6 +187,7 @@ class ElasticSampler(Sampler[int]):
             )
         if self._logical is not None:
             self._logical.begin_loop()
+            self._logical.order = crc32(repr((self.num_samples, self.seed, self.shuffle, self.epoch)).encode())
             if self._numbered is None or self._numbered[0] is not loader:
                 self._numbered = loader, numbered_loader(loader, NumberedBatches(self, batch_size, self._numbers))
             return self._counted(turns(self._logical, self, iter(self._numbered[1])), batch_size)
@@ -222,8 +224,11 @@ class ElasticSampler(Sampler[int]):
         return self._places(self._start)
 
     def __len__(self) -> int:
-        """Returns how many samples this pass holds for each worker."""
-        return self._share(self._start)
+        """Returns how many samples this pass holds for each worker; in a reproducible job, for each logical worker.
+
+        So ``len(loader)`` counts the updates of a pass (with gradient_merge its rounds) on any number of processes.
+        """
+        return self._rounds(self._start) * self._dealt
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data: plain numbers, the same on every worker after the same step."""

@@ -19,6 +19,7 @@ all workers share between two rounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class LogicalWorkers:
         count: what the batch of the present turn counts in means over an update: 1, or as ``fleet.mean`` was told.
         is_counted: whether ``fleet.mean`` was told so, in this turn.
         is_open: whether a turn has begun and not ended.
+        is_scheduled: whether a scheduler of torch has set learning rates in the present turn.
+        order: a digest of the order of the samples, the same on all processes; 0 without a sampler.
         kernels: what the bits of this process depend on, by name.
         loop: what the loop goes over that ends the present turn.
         begins: called with the logical rank when a turn begins.
@@ -76,6 +79,8 @@ class LogicalWorkers:
         self.count = 1.0
         self.is_counted = False
         self.is_open = False
+        self.is_scheduled = False
+        self.order = 0
         self.kernels: dict[str, str] = {}
         self.loop: object = None
         self.begins: list[Callable[[int], None]] = []
@@ -125,6 +130,7 @@ class LogicalWorkers:
         self.is_open = True
         self.count = 1.0
         self.is_counted = False
+        self.is_scheduled = False
         for begin in self.begins:
             begin(rank)
         return rank
@@ -167,14 +173,23 @@ class LogicalWorkers:
             self.end_turn()
         if self.is_open or self.place:
             raise ConfigError(
-                f"A loop over logical workers begins, and the one before was left after {self.place + self.is_open} of "
-                f"{len(self.ranks)} batches of an update. Leave a loop at an update: where fleet.update_loss(loss) "
-                "returns a number."
+                "A loop over logical workers begins, and with 'reproducible' the one before was left after "
+                f"{self.place + self.is_open} of {len(self.ranks)} batches of an update. Leave a loop at an update: "
+                "where fleet.update_loss(loss) returns a number."
             )
+        self.order = 0
         self.notice_seed()
+
+    def leave_loop(self, loop: object) -> None:
+        """Ends the last turn of an update where ``loop`` is left in it, so that what follows draws common numbers."""
+        if self.loop is loop and self.is_open and self.is_last:
+            # A batch without its step() is refused where the next loop begins.
+            with suppress(ConfigError):
+                self.end_turn()
 
     def state(self) -> dict[str, int]:
         """Returns the numbers from which the turns go on."""
+        self.notice_seed()
         return {"logical_workers": self.num, "seed": self.seed, "round": self.round}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fleet.errors import ConfigError
 from fleet.job.running import running_job
 from fleet.trackers.run_log import RunLog
 from fleet.trackers.value_means import as_numbers
@@ -22,7 +23,7 @@ def update_loss(loss: Any) -> float | None:
         loss: the loss of this batch, a number or a tensor of one element.
 
     Raises:
-        ConfigError: ``loss`` is no number, or some batches of an update were left out.
+        ConfigError: ``loss`` is no number, some batches of an update were left out, or a reproducible job has no batch.
         RendezvousError: a worker does not make the call.
 
     Example:
@@ -33,5 +34,11 @@ def update_loss(loss: Any) -> float | None:
     job = running_job()
     if job is None:
         return values["loss"]
+    if job.logical is not None and not job.logical.is_open:
+        raise ConfigError(
+            "fleet.update_loss() was called between two updates. With 'reproducible' it takes the loss of each batch, "
+            "inside the loop over sampler.batches(loader) or fleet.elastic.logical_ranks(); a value that is no batch's "
+            "goes to fleet.log()."
+        )
     means = job.listeners.get(RunLog).means_of("fleet.update_loss()", values)
     return None if means is None else means["loss"]

@@ -111,6 +111,10 @@ class BatchLoops(Listener):
             for batch in batches:
                 yield batch
                 self.after_batch(data)
+        except GeneratorExit:
+            if self._job.logical is not None:
+                self._job.logical.leave_loop(data)
+            raise
         finally:
             self._running -= 1
 

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,8 @@ class LogicalGradients(SetAside):
         self._agreed_before = 0  # of earlier rounds of this update
         self._old: dict[Tensor, Tensor] = {}  # gradients of earlier updates, which nobody has cleared
         self._hooks: list[Any] = []
+        self.rates_of: Callable[[], Callable[[], list[float]] | None] = lambda: None
+        self._rates_digest = 0  # of the learning rates with which the update began
         logical.begins.append(self._begin_turn)
         logical.ends.append(self._check_stepped)
 
@@ -97,6 +100,14 @@ class LogicalGradients(SetAside):
         self._has_stepped = self._exchanged = self._was_dropped = False
         if self._logical.place == 0:
             self._stepped = 0
+        rates = self.rates_of()
+        if not self.steps and rates is not None:
+            self._rates_digest = crc32(repr(rates()).encode())
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a scheduler of torch has set the rates in this turn."""
+        return self._logical.is_scheduled
 
     def _check_stepped(self) -> None:
         """Raises ConfigError where a loop goes on to its next batch and has not stepped on this one."""
@@ -227,7 +238,8 @@ class LogicalGradients(SetAside):
         self._next += 1
 
     def _agreed(self) -> int:
-        return (self._logical.seed + self._logical.round + 97 * self._place) % _AGREED
+        logical = self._logical
+        return (logical.seed + logical.round + logical.order + self._rates_digest + 97 * self._place) % _AGREED
 
     @torch.no_grad()
     def _set_aside(self, exchanged: bool = False) -> None:
@@ -315,9 +327,11 @@ class LogicalGradients(SetAside):
         expected = self._logical.num * (self._agreed_before + self._agreed())
         if abs(agreed - expected) > 0.5:
             raise ConfigError(
-                "The workers exchange gradients of different updates, or with different seeds: torch.manual_seed() was "
-                "called after distributed_model() with a seed that depends on the rank. Give all workers one seed: "
-                "with 'reproducible' each logical worker draws its own numbers from it."
+                "The workers exchange gradients of different updates, with different learning rates or seeds, or of "
+                "ElasticSamplers of different seeds, lengths or epochs. With 'reproducible' no worker skips a batch "
+                "(multiply its loss by 0), all set the same rates, by fleet.update_loss(loss) and not by losses of "
+                "their own, and torch.manual_seed() after distributed_model() takes one seed: each logical worker "
+                "draws its own numbers from it."
             )
 
     # ---- step() ---------------------------------------------------------------------------------------------------
@@ -359,6 +373,8 @@ class LogicalGradients(SetAside):
             bucket.clear()
         if ends_round:
             self._agreed_before += agreed
+        if is_last:
+            self._logical.draw_from(self._logical.seed, "update", self._logical.round)  # a rule that draws noise
         self.pending = {}
         self._exchanged = False
         return is_last

@@ -57,6 +57,7 @@ class OnceAnUpdate:
             is_made = getattr(self_, "_is_initial", False)  # a scheduler's first step sets the first rate
             if self._logical.is_amid_update and not is_made and is_of_job(self_, *args):
                 return None
+            self._logical.is_scheduled = True
             return original(self_, *args, **kwargs)
 
         setattr(kind, name, call)

@@ -23,6 +23,7 @@ from fleet.strategies._shared.optimizer_wrapper import LR_SCALE
 from fleet.strategies.reproducible.logical_gradients import LogicalGradients
 from fleet.strategies.reproducible.once_an_update import OnceAnUpdate
 from fleet.strategies.reproducible.same_kernels import differences, kernels_of, pin_kernels
+from fleet.strategies.reproducible.steady_weights import SteadyWeights
 from fleet.strategies.reproducible.tree import kept_sums, whole_nodes
 from fleet.strategies.reproducible.turn_buffers import TurnBuffers
 from fleet.strategies.reproducible.turn_optimizer import TurnOptimizer
@@ -147,6 +148,7 @@ class Reproducible(StepCounter, GradientKeeper):
         self._group = axes.group(*COPY_AXES)
         self._gradients: list[LogicalGradients] = []
         self._buffers = TurnBuffers(lambda: job.models, self._logical, self._group)
+        self._weights = SteadyWeights(lambda: job.models, self._logical)
         self._once = OnceAnUpdate(self._logical, lambda: job.optimizers, lambda: job.models)
         self._has_met = False
 

@@ -178,7 +178,8 @@ class TreeBucket:
         if work is not None:
             wait_for(work)
         self._kept = None
-        *used, agreed = self._flags(whole).tolist()
+        flags = self._flags(whole)
+        *used, agreed = (flags.real if flags.is_complex() else flags).tolist()
         views = self.views(whole)
         return {p: view for p, view, count in zip(self.parameters, views, used, strict=True) if count > 0}, agreed
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fleet.errors import ConfigError
 from fleet.job.logical_workers import LogicalWorkers
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
 
@@ -33,6 +34,7 @@ class TurnBuffers:
         self._group = group
         self._of_model: list[Tensor] = []  # at the beginning of the round
         self._of_first: list[Tensor] = []  # of logical worker 0, after its turn
+        self._shapes: list[torch.Size] = []  # at the beginning of the turn
         self._is_shared = False
         logical.begins.append(self._begin)
         logical.ends.append(self._end)
@@ -45,11 +47,18 @@ class TurnBuffers:
     def _begin(self, rank: int) -> None:
         """Gives logical worker ``rank`` the buffers of the model."""
         own = list(self._buffers())
+        self._shapes = [buffer.shape for buffer in own]
         if self._logical.place == 0:
             self._is_shared = False
             self._of_model = [buffer.clone() for buffer in own] if len(self._logical.ranks) > 1 else []
-        else:
-            _put(self._of_model, own)
+            return
+        if len(own) != len(self._of_model):
+            raise ConfigError(
+                f"{len(own) - len(self._of_model)} buffers were registered since the round began. With 'reproducible' "
+                "each logical worker begins with the buffers of the model: register them in __init__(), not in "
+                "forward()."
+            )
+        _put(self._of_model, own)
 
     def _end(self) -> None:
         """Keeps the buffers of logical worker 0."""
@@ -59,7 +68,17 @@ class TurnBuffers:
             self._of_first = [buffer.clone() for buffer in self._buffers()]
 
     def note_step(self) -> None:
-        """Notes a step of an optimizer, after which no model is trained in this turn."""
+        """Notes a step of an optimizer, after which no model is trained in this turn.
+
+        Raises ConfigError where a buffer has another shape than at its begin.
+        """
+        for old, buffer in zip(self._shapes, self._buffers(), strict=False):
+            if old != buffer.shape:
+                raise ConfigError(
+                    f"A buffer of shape {list(old)} has the shape {list(buffer.shape)} after a batch. With "
+                    "'reproducible' each logical worker begins with the buffers of the model: keep their shapes, for "
+                    "example by a buffer of the largest size and a count."
+                )
         if self._logical.is_last:
             self._share()
 

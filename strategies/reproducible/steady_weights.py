@@ -1,0 +1,69 @@
+"""SteadyWeights: weights stay as they are in the batches of an update before the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fleet.errors import ConfigError
+from fleet.job.logical_workers import LogicalWorkers
+
+
+class SteadyWeights:
+    """Notices parameters that a loop, a model or another optimizer changes once a batch.
+
+    A process makes such a change once for each logical worker that it hosts, so the result depends on the number of
+    processes. Writes through ``.data`` leave no trace on a tensor; their values are compared in rounds 1, 2, 4, 8 ...
+
+    Args:
+        models: returns the models of the job.
+        logical: the logical workers.
+    """
+
+    def __init__(self, models: Callable[[], Sequence[nn.Module]], logical: LogicalWorkers) -> None:
+        self._models = models
+        self._logical = logical
+        self._marks: list[tuple[int, int]] = []
+        self._norms: list[Tensor] = []
+        logical.begins.append(self._note)
+        logical.ends.append(self._check)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for model in self._models():
+            yield from model.named_parameters()
+
+    def _found(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        own = [parameter.detach() for _, parameter in self._parameters()]
+        marks = [(tensor._version, tensor.data_ptr()) for tensor in own]
+        number = self._logical.round
+        looks_closely = number & (number - 1) == 0
+        return marks, [tensor.norm() for tensor in own] if looks_closely else []
+
+    @torch.no_grad()
+    def _note(self, rank: int) -> None:
+        # In the first round a model may still be completed at its first forward.
+        if self._logical.round and self._logical.is_amid_update:
+            self._marks, self._norms = self._found()
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        if not (self._logical.round and self._logical.is_amid_update):
+            return
+        marks, norms = self._found()
+        names = [name for name, _ in self._parameters()]
+        if len(marks) != len(self._marks):
+            return  # the model has got parameters
+        changed = [name for name, new, old in zip(names, marks, self._marks, strict=True) if new != old]
+        changed += [
+            name for name, new, old in zip(names, norms, self._norms, strict=False) if not torch.equal(new, old)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]!r} was changed in the batch of logical worker {self._logical.rank}, which completes no "
+                "update: by the loop, by the model's forward, or by an optimizer that distributed_optimizer() did not "
+                "return. With 'reproducible' a process makes such a change once for each logical worker that it hosts. "
+                "Change weights where fleet.update_loss(loss) has returned a number; keep what forward changes in a "
+                "buffer."
+            )
