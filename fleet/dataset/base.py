@@ -55,6 +55,9 @@ class DatasetBase:
     def set_filelist(self, filelist: Sequence[str]) -> None:
         """Sets the files of this worker; ``fleet.util.get_file_shard`` gives each worker its shard of a list.
 
+        With ``strategy.reproducible`` these are the files of the whole job, the same on every worker: each logical
+        worker reads its shard of them.
+
         Raises:
             ConfigError: not a list of names.
         """

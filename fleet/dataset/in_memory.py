@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
+from fleet.common.file_shard import split_files
 from fleet.common.log import LOGGER
 from fleet.dataset.base import DatasetBase, read_samples
 from fleet.dataset.batch import Batch, batch_of
@@ -18,14 +20,28 @@ from fleet.dataset.samples import Ints, Samples, empty_samples
 from fleet.dataset.shuffle import choose_workers, exchange_samples, merge_by_id, random_places, replaced_places
 from fleet.dataset.source import Source
 from fleet.dataset.text import TextForm
-from fleet.dataset.workers import OneWorker, WorkerGroup, same_draws, sum_over, worker_group_of
+from fleet.dataset.workers import (
+    OneWorker,
+    WorkerGroup,
+    batches_in_turns,
+    check_same_files,
+    logical_workers,
+    same_draws,
+    sum_over,
+    whole_rounds,
+    worker_group_of,
+)
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
+from fleet.job.logical_workers import LogicalWorkers
 
 _FORM_OPTIONS = ("use_var", "parse_ins_id", "parse_content", "input_type")
 
 
 class InMemoryDataset(DatasetBase):
     """Holds the samples of this worker's files in memory; each iteration yields all of them as :class:`Batch`.
+
+    With ``strategy.reproducible`` it holds those of the logical workers that this process hosts, each its shard of the
+    files, and an iteration ends where the first logical worker has no sample left.
 
     Example:
         >>> with open("part-0", "w") as file:
@@ -50,9 +66,11 @@ class InMemoryDataset(DatasetBase):
         self._samples: Samples | None = None
         self._form: TextForm | None = None
         self._order: Ints = np.empty(0, np.int64)
+        self._sizes = [0]  # samples of each logical worker of this process; without any, of the process
+        self._is_for: tuple[int, range] | None = None  # the logical workers, and those of this process
         self._replaced: dict[int, Ints] = {}
         self._num_shuffled = 0
-        self._preload: Future[Samples] | None = None
+        self._preload: Future[list[Samples]] | None = None
 
     def init(self, **options: Any) -> None:
         """Sets the options; omitted ones keep their defaults.
@@ -148,7 +166,7 @@ class InMemoryDataset(DatasetBase):
             ConfigError: no slots, an absent file, a malformed line, a program that failed; the memory is unchanged.
         """
         form, source = self._start_reading()
-        self._keep(_load(self.filelist, form, source, self._settings.thread_num), form)
+        self._keep(_load_shares(self._shares(), form, source, self._settings.thread_num), form)
         if is_shuffle:
             self.local_shuffle()
 
@@ -167,7 +185,7 @@ class InMemoryDataset(DatasetBase):
             raise ConfigError(f"preload_into_memory(thread_num={thread_num!r}) takes an integer of at least 1.")
         form, source = self._start_reading()
         pool = ThreadPoolExecutor(1, "fleet-preload")
-        self._preload = pool.submit(_load, list(self.filelist), form, source, threads)
+        self._preload = pool.submit(_load_shares, self._shares(), form, source, threads)
         pool.shutdown(wait=False)
 
     def wait_preload_done(self) -> None:
@@ -183,7 +201,7 @@ class InMemoryDataset(DatasetBase):
         if self._preload is not None:
             self._preload.exception()  # waits: its threads would fill memory that is to be free
             self._preload = None
-        self._keep(Samples(()), None)
+        self._keep([Samples(())], None)
         self._samples = None
 
     def get_memory_data_size(self, fleet: Any = None) -> int:
@@ -197,10 +215,24 @@ class InMemoryDataset(DatasetBase):
     # ---- order ---------------------------------------------------------------------------------------------------
 
     def local_shuffle(self) -> None:
-        """Shuffles the samples of this worker; ``torch.manual_seed`` fixes the order."""
+        """Shuffles the samples of this worker; ``torch.manual_seed`` fixes the order.
+
+        With ``strategy.reproducible`` those of each logical worker get an order that follows from the job's seed, the
+        rounds trained so far and its rank, and not from earlier shuffles.
+        """
         self._need_samples("local_shuffle")
         # Only the order is shuffled: samples stay in their columns, see [Note: Columns].
-        self._order = self._order[random_places(len(self._order))]
+        logical = logical_workers()
+        if logical is None:
+            self._order = self._order[random_places(len(self._order))]
+        else:
+            self._check_dealt(logical)
+            starts = np.cumsum([0, *self._sizes])
+            parts = []
+            for place, rank in enumerate(logical.ranks):
+                random = np.random.default_rng(logical.seed_of("shuffle", logical.round, rank))
+                parts.append(starts[place] + random.permutation(self._sizes[place]))
+            self._order = np.concatenate(parts)
         self._num_shuffled = len(self._order)
 
     def global_shuffle(self, fleet: Any = None, thread_num: int = 12) -> None:
@@ -221,6 +253,7 @@ class InMemoryDataset(DatasetBase):
         """
         if type(thread_num) is not int or thread_num < 1:
             raise ConfigError(f"global_shuffle(thread_num={thread_num!r}) takes an integer of at least 1.")
+        _refuse_logical("global_shuffle", "sends samples to random processes")
         samples, form = self._need_samples("global_shuffle")
         group = OneWorker() if fleet is None else worker_group_of(fleet, "global_shuffle")
         group.barrier()
@@ -246,7 +279,7 @@ class InMemoryDataset(DatasetBase):
             samples, dropped = merge_by_id(samples, form, settings.merge_size)
             if dropped:
                 LOGGER.warning("merge_size=%d: %d samples were dropped", settings.merge_size, dropped)
-        self._keep(samples, form)
+        self._keep([samples], form)
         self.local_shuffle()
 
     def slots_shuffle(self, slots: Sequence[str]) -> None:
@@ -259,6 +292,7 @@ class InMemoryDataset(DatasetBase):
         Raises:
             ConfigError: ``fea_eval`` is off, or a name is not a slot; nothing was changed.
         """
+        _refuse_logical("slots_shuffle", "draws values from all samples of a process")
         samples, form = self._need_samples("slots_shuffle")
         if not self._settings.fea_eval:
             raise ConfigError("slots_shuffle() needs init(fea_eval=True).")
@@ -282,15 +316,26 @@ class InMemoryDataset(DatasetBase):
     # ---- batches -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return -(-len(self._order) // self._settings.batch_size)
+        return sum(-(-size // self._settings.batch_size) for size in self._sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from with_rows(self._batches())
+        logical = logical_workers()
+        # The order as it is now: a shuffle during the loop begins with the next one.
+        if logical is None:
+            yield from with_rows(self._batches(self._order))
+        else:
+            yield from batches_in_turns(self, logical, self._of_logical_workers(logical))
 
-    def _batches(self) -> Iterator[Batch]:
+    def _of_logical_workers(self, logical: LogicalWorkers) -> Iterator[Batch]:
+        """Yields the batches of the logical workers of this process in turn, as long as all in the job have one."""
+        self._need_samples("iteration")
+        self._check_dealt(logical)
+        readers = [self._batches(order) for order in np.split(self._order, np.cumsum(self._sizes)[:-1])]
+        for found in whole_rounds([partial(next, reader, None) for reader in readers], "InMemoryDataset"):
+            yield from found
+
+    def _batches(self, order: Ints) -> Iterator[Batch]:
         samples, form = self._need_samples("iteration")
-        # As they are now: a shuffle during the loop begins with the next one.
-        order = self._order
         replaced = self._replaced
         size = self._settings.batch_size
         for start in range(0, len(order), size):
@@ -303,11 +348,28 @@ class InMemoryDataset(DatasetBase):
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _keep(self, samples: Samples, form: TextForm | None) -> None:
-        self._samples = samples
+    def _shares(self) -> list[list[str]]:
+        """Returns the files of each logical worker of this process; without any, those of the process."""
+        logical = logical_workers()
+        self._is_for = None if logical is None else (logical.num, logical.ranks)
+        if logical is None:
+            return [list(self.filelist)]
+        check_same_files(self.filelist, "InMemoryDataset.set_filelist()")
+        return [split_files(self.filelist, rank, logical.num) for rank in logical.ranks]
+
+    def _check_dealt(self, logical: LogicalWorkers) -> None:
+        if self._is_for != (logical.num, logical.ranks):
+            raise ConfigError(
+                "InMemoryDataset: its samples were loaded before 'reproducible' was on, and belong to no logical "
+                "worker. Call load_into_memory() after fleet.init(strategy=strategy)."
+            )
+
+    def _keep(self, shares: Sequence[Samples], form: TextForm | None) -> None:
+        self._samples = shares[0] if len(shares) == 1 else Samples.joined(shares)
         self._form = form
         self._num_shuffled = 0
-        self._order = np.arange(len(samples))
+        self._sizes = [len(samples) for samples in shares]
+        self._order = np.arange(len(self._samples))
         self._replaced = {}
 
     def _need_samples(self, call: str) -> tuple[Samples, TextForm]:
@@ -317,6 +379,19 @@ class InMemoryDataset(DatasetBase):
 
     def _total(self, count: int, fleet: Any, call: str) -> int:
         return count if fleet is None else sum_over(worker_group_of(fleet, call), count)
+
+
+def _refuse_logical(call: str, what: str) -> None:
+    if logical_workers() is not None:
+        raise UnsupportedOptionError(
+            f"InMemoryDataset.{call}() {what}, and with 'reproducible' batches must not depend on which process hosts "
+            "what. Use local_shuffle(), after a shuffle of the list of files that is the same on all workers, or "
+            "fleet.ParquetDataset(shuffle_seed=...), which shuffles the rows of all files."
+        )
+
+
+def _load_shares(shares: list[list[str]], form: TextForm, source: Source, num_threads: int) -> list[Samples]:
+    return [_load(files, form, source, num_threads) for files in shares]
 
 
 def _load(files: list[str], form: TextForm, source: Source, num_threads: int) -> Samples:

@@ -6,7 +6,9 @@ in an order made from the seed, the epoch and the group. What remains of it is a
 Every worker reads one run of the remaining rows, so that it opens few row groups that another one reads too. Workers of
 a collective job take equally many batches between checkpoints, so each of them knows which rows all have read. In a job
 with parameter servers they do not, and each knows of itself only: its state names the worker and the rest of its share,
-and only all states together name the remaining rows.
+and only all states together name the remaining rows. In a reproducible job logical workers take the place of workers:
+their runs are cut once an epoch, and the state says how many rows of them were read. Cut anew in the middle, where rows
+repeat, the batches would follow from where the job was stopped.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fleet.dataset.dataset_settings import check_integers
 from fleet.dataset.parquet_files import OFFSETS, ParquetFiles, found_files
 from fleet.dataset.rows_of_batches import with_rows
-from fleet.dataset.workers import data_place, listened_batches
+from fleet.dataset.workers import batches_in_turns, data_place, listened_batches, logical_workers
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import FeatureColumn, of_one_width
 from fleet.features.transforms import Transforms
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_session
 
 _RESTS = ("repeat", "drop", "uneven")
@@ -74,9 +77,10 @@ class RowDivision:
         each += self.rest == "repeat" and over > 0
         return rank * each, (rank + 1) * each
 
-    def share(self, rank: int) -> list[Span]:
-        """Returns the spans that a worker reads; repeated rows are the first of the remaining ones."""
+    def share(self, rank: int, rows: int = 0) -> list[Span]:
+        """Returns the spans that a worker reads after ``rows`` rows; repeated rows are the first remaining ones."""
         start, stop = self.bounds(rank)
+        start += rows
         total = rows_of(self.spans)
         spans: list[Span] = []
         # More than one lap where more workers than rows remain.
@@ -114,22 +118,24 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
 
     Any number of workers goes on where others stopped: give the dataset to ``fleet.elastic.Checkpoint(data=...)``. In
     collective jobs :meth:`state_dict` is the same on all workers that have taken as many batches; in a job with
-    parameter servers each worker has its own, and :meth:`joined_states` makes one of all.
+    parameter servers each worker has its own, and :meth:`joined_states` makes one of all. With
+    ``strategy.reproducible`` the rows are divided over the logical workers.
 
     Args:
         paths: a file, a glob, a folder (its ``*.parquet`` at any depth, but not below names that begin with ``_`` or
             ``.``, where other programs keep unfinished files), or a list of them, on local disks.
         columns: which; all if not given.
-        batch_size: rows of a batch of this worker.
+        batch_size: rows of a batch of this worker, or of a logical worker.
         shuffle_seed: shuffles row groups, and rows within a group, in another order for each :meth:`set_epoch`;
             ``None`` keeps the order.
         rest: the rule where rows do not divide by the workers: "repeat" gives every worker as many by repeating some
             rows (as torch's DistributedSampler), "drop" by leaving some out, "uneven" gives each row once and some
             workers one row more. If not given: "uneven" in a job with parameter servers and in one process, else
-            "repeat".
+            "repeat". Logical workers take "repeat", which is theirs if not given, or "drop".
         drop_last: leaves out a worker's last batch if it is not full.
         fill: takes the place of nulls; without it they are refused.
-        threads: that read row groups in advance; as many and one more are held in memory.
+        threads: that read row groups in advance; as many and one more are held in memory, and at least two for each
+            logical worker.
         transforms: :class:`fleet.features.Transforms` that the rows go through in those threads. Its inputs need not
             be among the ``columns``; its outputs are in the batches. Text that it reads is not, and a text that is null
             is an empty word where ``fill`` is given.
@@ -211,6 +217,10 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         """Returns the epoch and what remains of it after the batches that the loop was given."""
         left = [list(span) for span in self._left()]
         state = {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
+        logical = logical_workers()
+        if logical is not None and self._division is not None:
+            runs = [list(span) for span in self._division.spans]
+            return {**state, "logical": {"workers": logical.num, "runs": runs, "read": self._read}}
         session = running_session()
         rank, size = data_place()
         if session is None or session.server_job is None or size == 1:
@@ -254,6 +264,12 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         self._division = None
         self._is_over = False
         self._remaining = tuple((start, stop) for start, stop in state["remaining"])
+        logical = logical_workers()
+        begun = state.get("logical")
+        if logical is not None and begun is not None and begun["workers"] == logical.num:
+            runs = tuple((start, stop) for start, stop in begun["runs"])
+            self._division = RowDivision(runs, logical.num, self._rest or "repeat")
+            self._read = begun["read"]
 
     @staticmethod
     def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -281,51 +297,71 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if get_worker_info() is not None:
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
-        yield from with_rows(listened_batches(self, self._batches()))
+        logical = logical_workers()
+        if logical is None:
+            yield from with_rows(listened_batches(self, self._batches(None)))
+        else:
+            yield from batches_in_turns(self, logical, self._batches(logical))
 
-    def _batches(self) -> Iterator[dict[str, Tensor]]:
-        session = running_session()
-        rank, size = data_place()
-        is_even = session is not None and session.server_job is None and size > 1
-        self._remaining = self._whole() if self._is_over else self._left()  # a loop that was left goes on
-        self._is_over = False
-        division = RowDivision(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
-        self._division = division
-        self._read = 0
+    def _batches(self, logical: LogicalWorkers | None) -> Iterator[dict[str, Tensor]]:
+        """Yields the batches of this worker, or of its logical workers in turn."""
+        division = self._divide(logical)
         self._turn += 1
         turn = self._turn
-        mine = division.share(rank)
-        left = rows_of(mine) // self._batch_size * self._batch_size if self._drop_last else rows_of(mine)
-        parts = self._parts(mine)
-        held: deque[dict[str, Tensor]] = deque()
-        while left:
-            if turn != self._turn:
-                raise ConfigError("ParquetDataset: another loop over it has begun; this one cannot go on beside it.")
-            count = min(self._batch_size, left)
-            while sum(_rows(part, self._columns) for part in held) < count:
-                held.append(next(parts))
-            left -= count
-            # A full batch also for the last one: the others of a collective job count theirs alike.
-            self._read += self._batch_size
-            yield _batch_from(held, count, self._columns)
+        ranks = [data_place()[0]] if logical is None else list(logical.ranks)
+        shares = [division.share(rank, self._read) for rank in ranks]
+        left = rows_of(shares[0])  # of each: several workers share evenly
+        left -= left % self._batch_size if self._drop_last else 0
+        pool = ThreadPoolExecutor(self._threads, "fleet-parquet")
+        parts = [self._parts(share, pool, max((self._threads + 1) // len(ranks), 2)) for share in shares]
+        held: list[deque[dict[str, Tensor]]] = [deque() for _ in ranks]
+        try:
+            while left:
+                if turn != self._turn:
+                    raise ConfigError("ParquetDataset: another loop over it has begun; this one cannot go on beside.")
+                count = min(self._batch_size, left)
+                left -= count
+                for place in range(len(ranks)):
+                    while sum(_rows(part, self._columns) for part in held[place]) < count:
+                        held[place].append(next(parts[place]))
+                    if place == len(ranks) - 1:
+                        # A full batch also for the last one: the others of a collective job count theirs alike.
+                        self._read += self._batch_size
+                    yield _batch_from(held[place], count, self._columns)
+        finally:
+            pool.shutdown(cancel_futures=True)
         self._is_over = turn == self._turn
 
-    def _parts(self, spans: Sequence[Span]) -> Iterator[dict[str, Tensor]]:
-        """Yields the rows of the spans, at most one row group at a time, read in advance."""
+    def _divide(self, logical: LogicalWorkers | None) -> RowDivision:
+        """Returns the division for a loop, which goes on where one was left; raises ConfigError."""
+        if logical is not None and self._rest == "uneven":
+            raise ConfigError(
+                "ParquetDataset(rest='uneven') gives some workers more batches, and with 'reproducible' an update has "
+                "one of each logical worker. Give rest='repeat' or rest='drop'."
+            )
+        size = data_place()[1] if logical is None else logical.num
+        begun = self._division
+        if logical is not None and begun is not None and begun.size == size and not self._is_over:
+            return begun
+        session = running_session()
+        is_even = session is not None and session.server_job is None and size > 1
+        self._remaining = self._whole() if self._is_over else self._left()
+        self._is_over = False
+        self._division = RowDivision(self._remaining, size, self._rest or ("repeat" if is_even else "uneven"))
+        self._read = 0
+        return self._division
+
+    def _parts(self, spans: Sequence[Span], pool: ThreadPoolExecutor, ahead: int) -> Iterator[dict[str, Tensor]]:
+        """Yields the rows of the spans, at most one row group at a time, of which ``pool`` reads some in advance."""
         epoch = self.epoch  # set_epoch() may begin the next one while this one is read
         pieces = iter(list(self._pieces(spans, epoch)))
         waiting: deque[Future[dict[str, Tensor]]] = deque()
-        with ThreadPoolExecutor(self._threads, "fleet-parquet") as pool:
-            try:
-                while True:
-                    while len(waiting) < self._threads + 1 and (piece := next(pieces, None)) is not None:
-                        waiting.append(pool.submit(self._read_piece, *piece, epoch))
-                    if not waiting:
-                        return
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+        while True:
+            while len(waiting) < ahead and (piece := next(pieces, None)) is not None:
+                waiting.append(pool.submit(self._read_piece, *piece, epoch))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
 
     def _pieces(self, spans: Sequence[Span], epoch: int) -> Iterator[tuple[int, int, int]]:
         """Yields the row group of each piece of the spans, and which places in the order of the group."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
+from fleet.common.file_shard import split_files
 from fleet.common.own_thread import OwnThread
 from fleet.dataset.base import DatasetBase, read_samples
 from fleet.dataset.batch import Batch, batch_of
@@ -15,6 +17,9 @@ from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.samples import Samples
 from fleet.dataset.source import Source
 from fleet.dataset.text import TextForm
+from fleet.dataset.workers import batches_in_turns, check_same_files, logical_workers, whole_rounds
+from fleet.errors import ConfigError
+from fleet.job.logical_workers import LogicalWorkers
 
 _BLOCKS_PER_THREAD = 2
 _POLL_S = 0.1
@@ -24,7 +29,8 @@ class QueueDataset(DatasetBase):
     """Streams the files of this worker: each iteration reads them once, a few blocks ahead, and keeps nothing.
 
     With ``thread_num=1`` the samples come in file order. With more, several files are read at once and their samples
-    come as they are ready. Iteration yields :class:`Batch`.
+    come as they are ready. Iteration yields :class:`Batch`. With ``strategy.reproducible`` each logical worker streams
+    its shard of the files with one thread, and the iteration ends where the first of them has no sample left.
 
     Example:
         >>> with open("part-0", "w") as file:
@@ -45,13 +51,35 @@ class QueueDataset(DatasetBase):
         raise NotImplementedError("QueueDataset does not hold its samples, so it cannot shuffle; use InMemoryDataset.")
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from with_rows(self._batches())
+        logical = logical_workers()
+        if logical is None:
+            yield from with_rows(self._batches(self.filelist))
+        else:
+            yield from batches_in_turns(self, logical, self._of_logical_workers(logical))
 
-    def _batches(self) -> Iterator[Batch]:
+    def _of_logical_workers(self, logical: LogicalWorkers) -> Iterator[Batch]:
+        """Yields the batches of the logical workers of this process in turn, as long as all in the job have one."""
+        self._start_reading()
+        if self._settings.thread_num > 1:
+            raise ConfigError(
+                f"QueueDataset.init(thread_num={self._settings.thread_num}) reads several files at once and gives "
+                "their samples as they come, and with 'reproducible' batches must not depend on that. Set "
+                "thread_num=1: each logical worker has a thread of its own."
+            )
+        check_same_files(self.filelist, "QueueDataset.set_filelist()")
+        readers = [self._batches(split_files(self.filelist, rank, logical.num)) for rank in logical.ranks]
+        try:
+            for found in whole_rounds([partial(next, reader, None) for reader in readers], "QueueDataset"):
+                yield from found
+        finally:
+            for reader in readers:
+                reader.close()
+
+    def _batches(self, files: Sequence[str]) -> Generator[Batch, None, None]:
         form, source = self._start_reading()
         size = self._settings.batch_size
         kept: list[Samples] = []
-        for block in _stream(self.filelist, form, source, self._settings.thread_num):
+        for block in _stream(list(files), form, source, self._settings.thread_num):
             kept.append(block)
             if sum(map(len, kept)) < size:
                 continue

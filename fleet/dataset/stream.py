@@ -7,6 +7,11 @@ so many batches later. A batch is formed from the events that have come, so a re
 than before. That matters only for steps that some servers have and others lack: these batches are formed again
 exactly, from the offsets that the servers noted (see :mod:`fleet.ps.server.stream_points`); events beyond them are
 kept for later.
+
+[Note: Streams of logical workers]
+In a reproducible job a batch must follow from the stream alone, and not from what had come when it was formed. So it is
+full, and its events are those of one partition: logical worker v of V takes a batch of partition v, v + V, and so on in
+turn. What does not make a round is read again by the next loop.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
@@ -22,8 +28,9 @@ from fleet.common.log import LOGGER
 from fleet.dataset.dataset_settings import check_integers
 from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.stream_source import Event, ReplayableSource, StreamReader, StreamSource
-from fleet.dataset.workers import data_place, listened_batches
+from fleet.dataset.workers import batches_in_turns, data_place, listened_batches, logical_workers, whole_rounds
 from fleet.errors import CheckpointError, ConfigError, FleetError
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_session
 
 if TYPE_CHECKING:
@@ -58,7 +65,8 @@ class _Wait:
 class StreamDataset(IterableDataset[Any]):
     """Batches of a stream; in a job with parameter servers each event is trained once, whatever is killed.
 
-    Partitions are divided over the workers: worker r of n reads r, r + n, and so on. The servers keep the positions
+    Partitions are divided over the workers, or over the logical workers of a job with ``strategy.reproducible``: worker
+    r of n reads r, r + n, and so on. The servers keep the positions
     with the rows, under the name of the source. A worker that was killed and restarted goes on after the last event
     that the servers have, in sync and async mode alike (the journal has to be on: FLEET_PS_FOLDER). Without servers,
     :meth:`state_dict` belongs into ``fleet.elastic.Checkpoint(data=...)``.
@@ -78,7 +86,8 @@ class StreamDataset(IterableDataset[Any]):
         collate: makes a batch of samples; torch's ``default_collate`` if not given.
 
     Raises:
-        ConfigError: an argument is wrong, or there are fewer partitions than workers.
+        ConfigError: an argument is wrong, there are fewer partitions than workers, or with ``strategy.reproducible``
+            batches would depend on when events come.
 
     Example:
         >>> lines = [f"{user} {click}" for user, click in [(7, 1), (9, 0), (7, 0)]]
@@ -142,6 +151,8 @@ class StreamDataset(IterableDataset[Any]):
         self._lost: LostRanks | None = None
         self._covered: CoveredRank | None = None  # the rank whose partitions these are; None: this worker's own
         self._shares: dict[CoveredRank, StreamDataset] = {}
+        self._partitions: dict[int, StreamDataset] = {}  # of the logical workers, while a loop runs
+        self._rounds = 0  # that the logical workers were given
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -150,7 +161,11 @@ class StreamDataset(IterableDataset[Any]):
                 "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
                 "while the step before them is computed on the servers."
             )
-        yield from with_rows(listened_batches(self, self._in_turn()))
+        logical = logical_workers()
+        if logical is None:
+            yield from with_rows(listened_batches(self, self._in_turn()))
+        else:
+            yield from batches_in_turns(self, logical, self._of_logical_workers(logical))
 
     def _in_turn(self) -> Iterator[Any]:
         """Yields the batches for the loop, those of ranks that were lost among them."""
@@ -211,19 +226,75 @@ class StreamDataset(IterableDataset[Any]):
 
     def _share_of(self, covered: CoveredRank) -> StreamDataset:
         """Returns a dataset of the partitions of a rank that this worker covers."""
-        limits: dict[str, Any] = {"max_wait_s": self._max_wait_s, "timeout_s": self._timeout_s}
-        share = StreamDataset(self._source, self._parse, batch_size=self._batch_size, collate=self._collate, **limits)
+        share = self._like()
         share._covered = covered
         share._lost = self._lost
         share._open(range(covered.rank, self._source.partitions(), self._size), covered.progress)
         return share
 
+    def _like(self) -> StreamDataset:
+        """Returns a dataset like this one for some of its partitions."""
+        limits: dict[str, Any] = {"max_wait_s": self._max_wait_s, "timeout_s": self._timeout_s}
+        return StreamDataset(self._source, self._parse, batch_size=self._batch_size, collate=self._collate, **limits)
+
+    # -- logical workers, see [Note: Streams of logical workers] -----------------------------------------------------
+
+    def _of_logical_workers(self, logical: LogicalWorkers) -> Iterator[Any]:
+        """Yields the batches of the logical workers of this process in turn, as long as all in the job have one."""
+        count = self._check_logical(logical)
+        mine = [range(rank, count, logical.num) for rank in logical.ranks]
+        shares = {partition: self._like() for several in mine for partition in several}
+        for partition, share in shares.items():
+            share._loaded = self._counted
+            share._open(range(partition, partition + 1), None)
+        self._partitions = shares
+        try:
+            for found in whole_rounds([partial(self._next_of, several, logical) for several in mine], "StreamDataset"):
+                for place, (batch, _) in enumerate(found, 1):
+                    if place == len(found):  # a state holds whole rounds
+                        self._counted = self._counted | {p: at for _, reached in found for p, at in reached.items()}
+                        self._rounds += 1
+                    yield batch
+            logical.draw_from("between", logical.round)
+        finally:
+            for share in shares.values():
+                share.close()
+            if self._partitions is shares:
+                self._partitions = {}
+
+    def _check_logical(self, logical: LogicalWorkers) -> int:
+        """Returns the number of partitions; raises ConfigError where batches would follow from more than the stream."""
+        self._check_open()
+        for name, value in (("max_wait_s", self._max_wait_s), ("ahead", self._ahead)):
+            if value:
+                why = "a batch would follow from when events come" if name == "max_wait_s" else "each batch is a turn"
+                raise ConfigError(
+                    f"stream {self.name!r}: StreamDataset({name}={value!r}) with 'reproducible': {why}. Leave it out."
+                )
+        count = self._source.partitions()
+        if count < logical.num:
+            raise ConfigError(
+                f"stream {self.name!r} has {count} partitions and the job {logical.num} logical workers: logical "
+                f"worker {count} would have no events. Give the stream {logical.num} partitions or more, or, before "
+                f"the training begins, set reproducible_configs['logical_workers'] to {count}."
+            )
+        return count
+
+    def _next_of(self, partitions: range, logical: LogicalWorkers) -> tuple[Any, dict[int, int]] | None:
+        """Returns the next batch of a logical worker and the offset it reaches; ``None`` where it would not be full."""
+        partition = partitions[self._rounds % len(partitions)]
+        share = self._partitions[partition]
+        # What parse and collate draw follows from the batch.
+        logical.draw_from("data", self.name, partition, share._read.get(partition, 0))
+        samples: list[Any] = []
+        deque(share._next_batch(share._begin(), samples), maxlen=0)
+        return None if len(samples) < self._batch_size else (share._collated(samples), dict(share._read))
+
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> StreamReader:
         """Opens the source where this worker goes on; later iterations continue."""
-        if self._is_closed:
-            raise ConfigError(f"stream {self.name!r}: the dataset was closed. Make another one to read on.")
+        self._check_open()
         if self._reader is not None:
             return self._reader
         session = running_session()
@@ -242,6 +313,10 @@ class StreamDataset(IterableDataset[Any]):
         if connection is not None and not self._ahead:
             self._lost = connection.lost_ranks
         return self._open(range(rank, count, size), progress)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError(f"stream {self.name!r}: the dataset was closed. Make another one to read on.")
 
     def _open(self, mine: range, progress: StreamProgress | None) -> StreamReader:
         starts: dict[int, int | None] = {p: self._loaded.get(p) for p in mine}
@@ -266,15 +341,14 @@ class StreamDataset(IterableDataset[Any]):
         """Yields the samples of each batch, and ``None`` when a poll has not filled it; ends with the stream."""
         reader = self._begin()
         while True:
-            samples = self._next_again(reader) if self._again else (yield from self._next_batch(reader))
+            samples = self._next_again(reader) if self._again else (yield from self._next_batch(reader, []))
             if samples is None:
                 return
             if samples:
                 yield samples
 
-    def _next_batch(self, reader: StreamReader) -> Generator[None, None, list[Any] | None]:
-        """Returns the samples of the next batch, as events come; ``None`` at the end."""
-        samples: list[Any] = []
+    def _next_batch(self, reader: StreamReader, samples: list[Any]) -> Generator[None, None, list[Any] | None]:
+        """Fills ``samples`` with the next batch, as events come, and returns them; ``None`` at the end."""
         wait = _Wait(self.name)
         began = wait.came
         while len(samples) < self._batch_size:
@@ -374,17 +448,23 @@ class StreamDataset(IterableDataset[Any]):
 
     def lag(self) -> int | None:
         """Returns how many events of this worker's partitions wait to be trained; ``None`` where that is unknown."""
+        if self._partitions:
+            lags = self.lags()
+            return sum(lags.values()) if len(lags) == len(self._partitions) else None
         return None if self._reader is None else self._reader.lag(self._counted)
 
     def lags(self) -> dict[int, int]:
         """Returns :meth:`lag` of each partition that the source knows the end of."""
-        reader = self._reader
-        found = {} if reader is None else {p: reader.lag({p: at}) for p, at in list(self._counted.items())}
+        counted = self._counted
+        readers = {p: share._reader for p, share in list(self._partitions.items())}
+        readers = readers or dict.fromkeys(list(counted), self._reader)
+        found = {p: reader.lag({p: counted.get(p, 0)}) for p, reader in readers.items() if reader is not None}
         return {partition: lag for partition, lag in found.items() if lag is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the positions after the batches that the loop was given, for a job without servers."""
-        return {"name": self.name, "positions": {str(p): offset for p, offset in self._counted.items()}}
+        state = {"name": self.name, "positions": {str(p): offset for p, offset in self._counted.items()}}
+        return state if logical_workers() is None else {**state, "rounds": self._rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at the positions of :meth:`state_dict`, except where the servers have newer ones.
@@ -393,19 +473,22 @@ class StreamDataset(IterableDataset[Any]):
             CheckpointError: the state is of another stream.
             ConfigError: this dataset is being read.
         """
-        if self._reader is not None:
+        if self._reader is not None or self._partitions:
             raise ConfigError(f"stream {self.name!r}: load_state_dict() comes before the first batch.")
         if state.get("name") != self.name:
             raise CheckpointError(
                 f"the state is of stream {state.get('name')!r}, this is {self.name!r}. Give the source the same name."
             )
         self._loaded = _whole(state["positions"])
+        if (logical := logical_workers()) is not None:
+            self._counted = {p: at for p, at in self._loaded.items() if p % logical.num in logical.ranks}
+            self._rounds = state.get("rounds", 0)
 
     @staticmethod
     def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the states of all workers as one, which any number of workers can load."""
         positions = {p: offset for state in states for p, offset in state["positions"].items()}
-        return {"name": states[0]["name"], "positions": positions}
+        return {**states[0], "positions": positions}
 
     def close(self) -> None:
         """Closes the source; the dataset cannot be read afterwards."""

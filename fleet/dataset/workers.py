@@ -1,24 +1,33 @@
 """The workers of a job, as datasets see them: a WorkerGroup to exchange samples, this worker's place, its batch loops.
 
 ``global_shuffle`` accepts any object with the four members of WorkerGroup; ``fleet`` gives one over its gloo group.
+
+[Note: Batches of logical workers]
+In a reproducible job a dataset reads a share for each logical worker, as that many processes would, and gives one batch
+of each in turn. So the batches of a logical worker are the same wherever it is hosted. All have equally many: an epoch
+ends, on all processes at once, before the first round for which some logical worker has no batch left.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fleet.elastic.logical_loop import turns
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.axes import DATA_AXES, Axes
+from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_session
 from fleet.training.batch_loops import BatchLoops
 
+_Batch = TypeVar("_Batch")
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _NUMBER = struct.Struct("<q")
 
@@ -138,7 +147,10 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
         return fleet
     if not hasattr(type(fleet), "session") and getattr(fleet, "__name__", "") != "fleet":
         raise ConfigError(f"{call}(fleet={fleet!r}) takes fleet after fleet.init(), or None for only this worker.")
-    session = fleet.session
+    return _group_of(fleet.session, call)
+
+
+def _group_of(session: Any, call: str) -> WorkerGroup:
     if not session.role_maker.is_worker():
         raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
     if session.job.world_size == 1:
@@ -172,3 +184,52 @@ def sum_over(group: WorkerGroup, value: int) -> int:
     """Returns the sum of ``value`` over the workers."""
     found = group.all_to_all_bytes([_NUMBER.pack(value)] * group.size)
     return sum(int(_NUMBER.unpack(part)[0]) for part in found)
+
+
+# ---- reproducible jobs, see [Note: Batches of logical workers] ---------------------------------------------------
+
+
+def logical_workers() -> LogicalWorkers | None:
+    """Returns the logical workers of a reproducible job."""
+    session = running_session()
+    return None if session is None else session.job.logical
+
+
+def batches_in_turns(dataset: Any, logical: LogicalWorkers, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+    """Yields ``batches``, one for each logical worker of this process in each round, in their turns."""
+    logical.begin_loop(dataset)
+    yield from listened_batches(dataset, turns(logical, dataset, batches))
+
+
+def whole_rounds(following: Sequence[Callable[[], _Batch | None]], call: str) -> Iterator[list[_Batch]]:
+    """Yields the next batch of each logical worker of this process, as long as all in the job have one.
+
+    Every process calls it at the same point; each round has a small exchange.
+
+    Args:
+        following: return the next batch of a logical worker each; ``None`` where there is none.
+        call: the dataset, for errors.
+    """
+    group = _group_of(running_session(), call)
+    while True:
+        found: list[_Batch] = []
+        for one in following:
+            if (batch := one()) is None:
+                break
+            found.append(batch)
+        if sum_over(group, len(following) - len(found)):
+            return
+        yield found
+
+
+def check_same_files(files: Sequence[str], call: str) -> None:
+    """Raises ConfigError on all processes unless they have the same ``files``; every process calls it."""
+    group = _group_of(running_session(), call)
+    own = _NUMBER.pack(zlib.crc32("\n".join(files).encode()))
+    found = group.all_to_all_bytes([own] * group.size)
+    if different := [rank for rank, part in enumerate(found) if part != found[0]]:
+        raise ConfigError(
+            f"{call}: workers {different} have other files than worker 0. With 'reproducible' every worker has the "
+            "files of the whole job, set_filelist(files), of which each logical worker reads its shard. Leave "
+            "get_file_shard() out, and name the files alike."
+        )

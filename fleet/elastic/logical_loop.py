@@ -110,8 +110,10 @@ def check_loader(loader: DataLoader[Any], batch_size: int) -> None:
         )
 
 
-def turns(logical: LogicalWorkers, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields ``batches``, each in the turn of its logical worker."""
+def turns(logical: LogicalWorkers, loop: object, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields ``batches`` of ``loop``, each in the turn of its logical worker."""
     for batch in batches:
+        if logical.loop is not loop:
+            logical.begin_loop(loop)  # one inside of it, over other data, has ended
         logical.begin_turn()
         yield batch

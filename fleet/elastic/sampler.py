@@ -180,7 +180,7 @@ class ElasticSampler(Sampler[int]):
             self._logical.begin_loop(self)
             if self._numbered is None or self._numbered[0] is not loader:
                 self._numbered = loader, numbered_loader(loader, NumberedBatches(self, batch_size, self._numbers))
-            return self._counted(turns(self._logical, iter(self._numbered[1])), batch_size)
+            return self._counted(turns(self._logical, self, iter(self._numbered[1])), batch_size)
         # A loader draws a number from torch's generator when it starts; in a resumed epoch that has already happened,
         # and with persistent workers in the first epoch.
         has_drawn = self._continues if loader.persistent_workers else self._is_resumed and self.done

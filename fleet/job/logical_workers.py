@@ -131,14 +131,18 @@ class LogicalWorkers:
             self._start_common()
 
     def draw_from(self, *parts: int | str) -> None:
-        """Starts the generators of this process from a seed that follows from the job's and ``parts``.
+        """Starts the generators of this process from :meth:`seed_of` ``parts``."""
+        seed_generators(self.seed_of(*parts))
+        self._known_seed = torch.initial_seed()
+
+    def seed_of(self, *parts: int | str) -> int:
+        """Returns a seed that follows from the job's and ``parts``.
 
         A script that has called ``torch.manual_seed()`` between two rounds has given the job another seed.
         """
         if self.place == 0 and not self.is_open and torch.initial_seed() != self._known_seed:
-            self.seed = torch.initial_seed()
-        seed_generators(derived_seed(self.seed, *parts))
-        self._known_seed = torch.initial_seed()
+            self.seed = self._known_seed = torch.initial_seed()
+        return derived_seed(self.seed, *parts)
 
     def begin_loop(self, loop: object) -> None:
         """Lets ``loop`` begin and end turns from now on.
@@ -146,7 +150,7 @@ class LogicalWorkers:
         Raises ConfigError in the middle of an update, where another loop was left.
         """
         # A loop may be left in the last turn of an update, after step().
-        if self.is_open and self.is_last and self.loop is not loop:
+        if self.is_open and self.is_last:
             self.end_turn()
         if self.is_open or self.place:
             raise ConfigError(

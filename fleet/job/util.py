@@ -116,9 +116,11 @@ class UtilBase:
 
         With fewer files than workers, the last workers get an empty list. Every worker must pass the same list.
         Workers that hold one copy of the model together (mp, pp, sep, cp) get the same shard, as ``fleet.data_rank()``.
+        With ``strategy.reproducible`` it is the shard of the logical worker whose turn it is.
 
         Raises:
-            ConfigError: ``files`` is not a list, or this process is a parameter server.
+            ConfigError: ``files`` is not a list, this process is a parameter server, or it hosts logical workers and
+                none of them has its turn.
 
         Example:
             >>> fleet.util.get_file_shard(["a", "b", "c"])  # worker 0 of 2
@@ -129,7 +131,17 @@ class UtilBase:
         job = self._need_job("get_file_shard")
         if _is_server(job):
             raise ConfigError("get_file_shard() is for workers; this process is a parameter server.")
-        return split_files(files, job.data_rank, job.data_replicas)
+        logical = job.logical
+        if logical is None:
+            return split_files(files, job.data_rank, job.data_replicas)
+        if not logical.is_open:
+            raise ConfigError(
+                "get_file_shard(files) was called where no logical worker has its turn: with 'reproducible' a shard "
+                "belongs to a logical worker, wherever it is hosted. Give a data set the files of the whole job, "
+                "dataset.set_filelist(files): it deals them itself. For data of your own, call get_file_shard() in the "
+                "loop over fleet.elastic.logical_ranks()."
+            )
+        return split_files(files, logical.rank, logical.num)
 
     def print_on_rank(self, message: object, rank_id: int) -> None:
         """Prints ``message`` on worker ``rank_id`` and nowhere else; raises ConfigError for a rank outside the job."""

@@ -89,8 +89,8 @@ class LogicalGradients(SetAside):
             raise ConfigError(
                 f"{call} on a batch that belongs to no logical worker: with 'reproducible' the rows of a batch must "
                 "not depend on the number of workers. Use fleet.elastic.ElasticSampler(data, batch_size=B) and iterate "
-                "over sampler.batches(loader) in place of a DistributedSampler; for data of your own, run the loop "
-                "once for each rank in fleet.elastic.logical_ranks()."
+                "over sampler.batches(loader) in place of a DistributedSampler, or over a data set of Fleet; for data "
+                "of your own, run the loop once for each rank in fleet.elastic.logical_ranks()."
             )
         if self.steps % len(logical.ranks) != logical.place:
             raise ConfigError(

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def _on(monkeypatch, rank, size, server_job=None):
     loops = SimpleNamespace(over=lambda data, batches: batches)
     listeners = SimpleNamespace(get=lambda kind: loops)
-    job = SimpleNamespace(listeners=listeners, data_rank=rank, data_replicas=size)
+    job = SimpleNamespace(listeners=listeners, data_rank=rank, data_replicas=size, logical=None)
     session = SimpleNamespace(server_job=server_job, job=job)
     for module in (parquet, workers):
         monkeypatch.setattr(module, "running_session", lambda: session)
