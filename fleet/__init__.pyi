@@ -89,6 +89,7 @@ from fleet.role_maker import RoleMakerBase
 from fleet.role_maker import UserDefinedRoleMaker as UserDefinedRoleMaker
 from fleet.strategies._shared.segments import recompute as recompute
 from fleet.strategies._shared.segments import recompute_sequential as recompute_sequential
+from fleet.trackers.update_loss import update_loss as update_loss
 from fleet.training.fleet_model import FleetModel as FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer as FleetOptimizer
 from fleet.training.update_mean import mean as mean
@@ -221,6 +222,7 @@ __all__ = [
     "strategies",
     "trackers",
     "train_from_dataset",
+    "update_loss",
     "utils",
     "worker_endpoints",
     "worker_index",

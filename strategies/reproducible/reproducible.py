@@ -75,7 +75,7 @@ class Reproducible(StepCounter, GradientKeeper):
         cost="A process with several logical workers runs their batches one after the other, as gradient_merge does; "
         "sums of up to log2(V / N) + 1 gradients are kept meanwhile. V and N powers of two send as many bytes as "
         "data_parallel, other numbers more. One thread for each process. A loop goes over ElasticSampler(data, "
-        "batch_size=B).batches(loader), or over fleet.elastic.logical_ranks().",
+        "batch_size=B).batches(loader), over a dataset of Fleet, or over fleet.elastic.logical_ranks().",
         formula="g = T(g_0, ..., g_{V-1}) / V; T of n terms is T(the first 2^k) + T(the rest), 2^k the largest below n",
         source="logical workers: Li et al., 2023, EasyScale, SC'23; Or et al., 2022, VirtualFlow, MLSys",
         example={"reproducible": True, "reproducible_configs": {"logical_workers": 4}},
