@@ -37,7 +37,6 @@ def hosting(hosts: int, host: int, rounds: int = 0) -> Iterator[LogicalWorkers]:
     logical.load({"seed": 5, "round": rounds})
     # One process for exchanges: where others are done first is seen by the test of two processes.
     job: Any = SimpleNamespace(logical=logical, collective=True, world_size=1, data_rank=host, data_replicas=hosts)
-    job.record = SimpleNamespace(kind=None)
     job.listeners = Listeners()
     job.listeners.add(BatchLoops(job))
     role = SimpleNamespace(is_worker=lambda: True)
@@ -50,9 +49,8 @@ def hosting(hosts: int, host: int, rounds: int = 0) -> Iterator[LogicalWorkers]:
 
 def values(batch: Any) -> list[Any]:
     """Returns what tells a batch from others."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    return batch["id" if "id" in batch else "label"].flatten().tolist()
+    tensor = batch if isinstance(batch, torch.Tensor) else batch["id" if "id" in batch else "label"]
+    return [*tensor.flatten().tolist()]
 
 
 def seen(dataset: Any, logical: LogicalWorkers, rounds: int | None = None) -> Turns:
@@ -291,9 +289,8 @@ def test_samples_that_were_loaded_before_the_option_are_refused(tmp_path: Path) 
 def test_a_file_shard_is_that_of_the_logical_worker_whose_turn_it_is() -> None:
     files = ["a", "b", "c", "d", "e"]
     with hosting(2, 1) as logical:
-        session = workers.running_session()
-        assert session is not None
-        util = UtilBase(session.job)
+        job: Any = SimpleNamespace(logical=logical, record=SimpleNamespace(kind=None))
+        util = UtilBase(job)
         with pytest.raises(ConfigError, match="no logical worker has its turn.*set_filelist"):
             util.get_file_shard(files)
         shards = []
@@ -320,7 +317,9 @@ def _train(rank: int, size: int, folder: str, kind: str, stop: int) -> tuple[str
     dataset = MADE[NAMES.index(kind)](Path(folder))
     has_position = hasattr(dataset, "state_dict")
     saves = f"{folder}/saves-{size if stop > 50 else 'shared'}"
-    checkpoint = fleet.elastic.Checkpoint(saves, model, optimizer, data=dataset if has_position else None)
+    checkpoint = fleet.elastic.Checkpoint(
+        saves, model, optimizer, data=dataset if has_position else None, every=int(has_position)
+    )
     if has_position:
         checkpoint.resume()
     batches = []
@@ -334,7 +333,7 @@ def _train(rank: int, size: int, folder: str, kind: str, stop: int) -> tuple[str
         if fleet.update_loss(loss) is not None and checkpoint.step == stop:
             break
     if has_position:
-        checkpoint.save(wait=True)
+        checkpoint.close()
     # A loop that has ended leaves all processes with the same random numbers.
     tensors = [*model.state_dict().values(), torch.rand(2)]
     bits = "".join(tensor.numpy().tobytes().hex() for tensor in tensors)
