@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fleet.verify.worker_findings import differing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Name, digest in one process, digest of the whole tensor on the workers.
 Pair: TypeAlias = tuple[str, dict[str, Any], dict[str, Any]]
