@@ -60,6 +60,8 @@ class Recording:
         engines: the frameworks that the script may train with.
     """
 
+    noise = 0.0  # relative change of each gradient before an update
+
     def __init__(
         self,
         record: RecordFile,
@@ -78,7 +80,6 @@ class Recording:
         self.turns = TurnRecords()
         self.initial: Path | None = None  # folder of worker 0, with the weights to begin with
         self.is_first = True  # whether this is worker 0
-        self.noise = 0.0  # relative change of each gradient before an update
         self.is_enough: Callable[[dict[str, Any]], bool] = lambda update: False  # whether nothing after it is asked
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
