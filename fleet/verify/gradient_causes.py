@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fleet.verify.worker_findings import differing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Name, digest in one process, digest of the whole tensor on the workers.
 Pair: TypeAlias = tuple[str, dict[str, Any], dict[str, Any]]
 
 _NEAR = 0.02  # relative, of a factor that counts workers
+
+
+def nodes_behind(losses: Sequence[Tensor]) -> list[str]:
+    """Returns the last operations behind the losses, nearest first; a loss that adds up its samples says so."""
+    found: list[str] = []
+    waiting = [loss.grad_fn for loss in losses]
+    while waiting and len(found) < 16:
+        node = waiting.pop(0)
+        if node is None:
+            continue
+        adds_up = getattr(node, "_saved_reduction", 1) == 2
+        found.append(node.name() + (" sum" if adds_up else ""))
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def cause_of_factor(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["equal", "differs", "not_comparable"]
+
+LOCAL = {
+    "localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
+    "adaptive_localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
+    "dgc": "only the largest gradients are exchanged",
+}  # options that train each worker by itself for a while
+HALF = ("amp", "fp16_allreduce", "qat")  # options that round to 16 bits or fewer
 
 EXIT_CODES: dict[Outcome, int] = {"equal": 0, "differs": 1, "not_comparable": 2}
 
@@ -103,3 +111,16 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Returns the report as values that JSON has."""
         return {**asdict(self), "exit_code": self.exit_code}
+
+
+def described_options(options: Iterable[str], why: str) -> dict[str, Any]:
+    """Returns the tolerance of each of the ``options``, and the reason; ``why`` is that of the rest."""
+    made = {}
+    for name in options:
+        if name in LOCAL:
+            made[name] = {"tolerance": "differs by design", "why": LOCAL[name]}
+        elif name in HALF:
+            made[name] = {"tolerance": "16 bit", "why": "numbers are rounded to 16 bits or fewer"}
+        else:
+            made[name] = {"tolerance": "order of sums", "why": why}
+    return made

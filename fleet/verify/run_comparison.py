@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.job.broken_exchange import lost_a_peer
-from fleet.verify.bit_findings import compare_bits, uneven_runs
+from fleet.verify.bits.bit_findings import compare_bits
 from fleet.verify.data_findings import data_findings, data_notes, have_same_inputs
 from fleet.verify.hand_division import HandDivision, hand_division, mark_parts
 from fleet.verify.incomparable_runs import (
@@ -28,18 +28,12 @@ from fleet.verify.incomparable_runs import (
 )
 from fleet.verify.number_findings import Comparison, Tolerance, compare_numbers, grown_errors
 from fleet.verify.paired_runs import Run, Starter, VerifyRequest, process_starter, start_run
-from fleet.verify.report import Finding, Outcome, Report
+from fleet.verify.report import HALF, LOCAL, Finding, Outcome, Report, described_options
 from fleet.verify.user_lines import with_line
 from fleet.verify.waiting_findings import failed_by_itself, uneven_steps, waiting_findings
-from fleet.verify.worker_findings import worker_findings
+from fleet.verify.worker_findings import idle_options, worker_findings
 
-_LOCAL = {
-    "localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
-    "adaptive_localsgd": "each worker updates by itself, and the parameters are averaged every k-th step",
-    "dgc": "only the largest gradients are exchanged",
-}
 _MOST_NOISE = 5e-5  # in gradients of one update: more is no rounding error
-_HALF = ("amp", "fp16_allreduce", "qat")
 _HALF_TYPES = ("bfloat16", "float16")
 
 
@@ -127,7 +121,7 @@ class _Judge:
             return
         ranks = _one_of_each_copy(many)
         self._choose_tolerance(many, job)
-        self.options = _described(many.options, self.tolerance)
+        self.options = described_options(many.options, self.tolerance.why)
         one = self._run_alone(many, "one_process")
         self._need_one(one, job)
         if one.end(0).get("own_numbers"):
@@ -154,15 +148,13 @@ class _Judge:
         """Compares a reproducible job with the same script in one process, which is given nothing of the workers."""
         hosted = f"one process that hosts all {job['logical']} logical workers"
         self.tolerance = Tolerance(0.0, f"tolerance 0: the bits are compared with those of {hosted}")
-        self.options = _described(many.options, self.tolerance)
+        self.options = dict.fromkeys(many.options, {"tolerance": "0", "why": self.tolerance.why})
         self._say(f"{hosted} trains")
         one = start_run(self.start, self.request, self.folder / "one_process", 1)
         self._note_run("one_process", one)
-        self._need_one(one, job)
-        if one.end(0)["how"] == "failed":
-            raise NotComparable(f"The script does not run as one process: {error_of(one, 0)}")
+        self._need_one(one, job, least=self.request.steps)
         ranks = range(len(many.records))
-        found = worker_findings(many, one, ranks, parts=False, local=False) + _idle_options(job)
+        found = worker_findings(many, one, ranks, parts=False, local=False) + idle_options(job)
         seeds = [finding for finding in found if finding.cause == "dropout-seeded-alike"]
         found = [finding for finding in found if finding not in seeds]
         numbers = compare_bits(many, one)
@@ -171,8 +163,7 @@ class _Judge:
         self.rows = numbers.rows
         self.steps = numbers.compared
         self.warnings = [with_line(finding, many, ranks) for finding in seeds]
-        found = found or numbers.findings or uneven_runs(many, one)
-        self.findings = [with_line(finding, many, ranks) for finding in found]
+        self.findings = [with_line(finding, many, ranks) for finding in found or numbers.findings]
         if not self.findings and not numbers.matched:
             raise NotComparable(no_update_reason(many))
 
@@ -253,7 +244,7 @@ class _Judge:
         run_alone: _RunAlone,
         division: HandDivision | None = None,
     ) -> None:
-        local = [name for name in _LOCAL if name in job["plan"]]
+        local = [name for name in LOCAL if name in job["plan"]]
         parts = bool(job["parts"])
         readers = ranks[:1] if division is not None and division.is_one_copy else ranks
         found = data_findings(many, one, readers)
@@ -261,10 +252,10 @@ class _Judge:
         if not found and any(not data["equal"] for data in one.of_kind(0, "data")):
             found += self._again(many)
         found += worker_findings(many, one, ranks, parts=parts, local=bool(local), readers=len(readers))
-        found += _idle_options(job)
+        found += idle_options(job)
         self.notes += [note for note in job["notes"] if "changes nothing" in note]
         self.notes += data_notes(many, ranks)
-        self.notes += [f"{name}: {_LOCAL[name]}. By design this differs from one process after the first update; until "
+        self.notes += [f"{name}: {LOCAL[name]}. By design this differs from one process after the first update; until "
                        "then it was compared." for name in local]  # fmt: skip
         if (parts or division) and not found and "dropout" in (one.end(0).get("unequal_draws") or []):
             raise NotComparable(DIVIDED_DROPOUT)
@@ -318,7 +309,7 @@ class _Judge:
         division: HandDivision | None,
     ) -> Comparison:
         """Compares the numbers; what may be rounding errors is compared again with what those grow to."""
-        local = any(name in job["plan"] for name in _LOCAL)
+        local = any(name in job["plan"] for name in LOCAL)
         divided = None if division is None else division.parts
         compare = partial(
             compare_numbers, many, one, ranks, parts=bool(job["parts"]), only_first=local, divided=divided
@@ -373,11 +364,11 @@ class _Judge:
                 "Leave --strategy out to compare the script as it is."
             )
 
-    def _need_one(self, one: Run, job: dict[str, Any]) -> None:
+    def _need_one(self, one: Run, job: dict[str, Any], least: int = 1) -> None:
         end = one.end(0)
         if one.late or one.stuck:
             raise NotComparable(f"The single process had not ended after {self.request.timeout_s:g} s.")
-        if end["how"] in ("failed", "killed") and not one.updates(0):
+        if end["how"] in ("failed", "killed") and len(one.updates(0)) < least:
             raise NotComparable(f"The script does not run as one process: {error_of(one, 0)}")
         if job["computing"] and self._job(one)["engine"] != job["engine"]:
             raise NotComparable(
@@ -442,7 +433,7 @@ class _Judge:
             for digest in call["outs"]
             if digest is not None
         }
-        half = [name for name in _HALF if name in job["plan"]] + [name for name in _HALF_TYPES if name in formats]
+        half = [name for name in HALF if name in job["plan"]] + [name for name in _HALF_TYPES if name in formats]
         if half:
             self.tolerance = Tolerance(2.0**-8, f"numbers of 8 or 16 bits ({', '.join(half)})")
 
@@ -508,31 +499,6 @@ def _synced(many: Run, job: dict[str, Any]) -> bool:
     kinds = {call["type"] for update in first for call in update["forward"]}
     by_itself = any(update["synced"] for update in first)  # a layer of the script's own
     return "sync_batch_norm" in job["plan"] or "SyncBatchNorm" in kinds or by_itself
-
-
-def _idle_options(job: dict[str, Any]) -> list[Finding]:
-    """Returns a finding for each strategy that is on and, by its own account, changes nothing as it is set.
-
-    Where the reason is this machine (no GPU, one node), there is a note and no finding.
-    """
-    found = []
-    for note in job["notes"]:
-        name = note.partition(" ")[0]
-        if name in job["plan"] and "changes nothing" in note and "_configs[" in note:
-            found.append(Finding(cause="option-changed-nothing", sentence=note, step=0, tensor=name))
-    return found
-
-
-def _described(options: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
-    made = {}
-    for name in options:
-        if name in _LOCAL:
-            made[name] = {"tolerance": "differs by design", "why": _LOCAL[name]}
-        elif name in _HALF:
-            made[name] = {"tolerance": "16 bit", "why": "numbers are rounded to 16 bits or fewer"}
-        else:
-            made[name] = {"tolerance": "order of sums", "why": tolerance.why}
-    return made
 
 
 def _takes_turns(many: Run, one: Run, ranks: Sequence[int]) -> bool:

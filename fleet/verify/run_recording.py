@@ -19,8 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fleet.verify.bits.turn_recording import TurnRecords
 from fleet.verify.draw_replay import Draws
 from fleet.verify.engines.training_engine import EngineJob, TrainingEngine
+from fleet.verify.gradient_causes import nodes_behind
 from fleet.verify.loader_replay import ReplayedBatches
 from fleet.verify.record_files import RecordFile
 from fleet.verify.tensor_digest import (
@@ -34,7 +36,6 @@ from fleet.verify.tensor_digest import (
     whole_digest,
 )
 from fleet.verify.tensor_files import load_tensors, save_tensors
-from fleet.verify.turn_recording import TurnRecords
 from fleet.verify.user_lines import user_site
 
 _MOST_CALLS = 2000  # of modules, written down for one update
@@ -59,6 +60,8 @@ class Recording:
         engines: the frameworks that the script may train with.
     """
 
+    noise = 0.0  # relative change of each gradient before an update
+
     def __init__(
         self,
         record: RecordFile,
@@ -77,7 +80,6 @@ class Recording:
         self.turns = TurnRecords()
         self.initial: Path | None = None  # folder of worker 0, with the weights to begin with
         self.is_first = True  # whether this is worker 0
-        self.noise = 0.0  # relative change of each gradient before an update
         self.is_enough: Callable[[dict[str, Any]], bool] = lambda update: False  # whether nothing after it is asked
         self.roots: dict[int, tuple[nn.Module, str]] = {}
         self.names: dict[int, str] = {}
@@ -224,8 +226,7 @@ class Recording:
             floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             outs = [rows_digest(leaf) for leaf in floats]
             calls.append({"module": name, "type": type(module).__name__, "ins": ins, "outs": outs})
-        if self.turns.has_begun:
-            self.turns.note_call(name, type(module).__name__, inputs, output)
+        self.turns.note_call(name, type(module).__name__, inputs, output)
 
     def training(self, module: nn.Module) -> None:
         """Notes that a model was trained with the batches that were given last."""
@@ -283,9 +284,8 @@ class Recording:
                 losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor)]
                 numbers = [float(t.detach()) for t in losses if t.numel() == 1]
                 self.current["losses"] += numbers
-                if self.turns.has_begun:
-                    self.turns.note_losses(numbers)
-                self.current["nodes"] = _nodes(losses)
+                self.turns.note_losses(numbers)
+                self.current["nodes"] = nodes_behind(losses)
             result = backward(tensors, *args, **kwargs)  # hands on
             if not nested:
                 self.current["backwards"] += 1
@@ -555,17 +555,3 @@ def _add_noise(gradients: Sequence[Tensor], noise: float, update: int) -> None:
 def _empty() -> dict[str, Any]:
     return {"forward": [], "modes": {}, "entry": {}, "losses": [], "nodes": [], "backwards": 0, "back": {},
             "synced": False, "lines": {}}  # fmt: skip
-
-
-def _nodes(losses: Sequence[Tensor]) -> list[str]:
-    """Returns the last operations behind the losses, nearest first; a loss that adds up its samples says so."""
-    found: list[str] = []
-    waiting = [loss.grad_fn for loss in losses]
-    while waiting and len(found) < 16:
-        node = waiting.pop(0)
-        if node is None:
-            continue
-        adds_up = getattr(node, "_saved_reduction", 1) == 2
-        found.append(node.name() + (" sum" if adds_up else ""))
-        waiting += [following for following, _ in node.next_functions]
-    return found

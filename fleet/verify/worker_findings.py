@@ -437,3 +437,16 @@ def _uncovered(one: Run) -> list[Finding]:
             received="in none",
         )
     ]
+
+
+def idle_options(job: dict[str, Any]) -> list[Finding]:
+    """Returns a finding for each strategy that is on and, by its own account, changes nothing as it is set.
+
+    Where the reason is this machine (no GPU, one node), there is a note and no finding.
+    """
+    found = []
+    for note in job["notes"]:
+        name = note.partition(" ")[0]
+        if name in job["plan"] and "changes nothing" in note and "_configs[" in note:
+            found.append(Finding(cause="option-changed-nothing", sentence=note, step=0, tensor=name))
+    return found

@@ -9,14 +9,15 @@ from fleet.verify.incomparable_runs import NotComparable, no_update_reason
 from fleet.verify.number_findings import Comparison
 from fleet.verify.paired_runs import Run, VerifyRequest
 from fleet.verify.report import Finding
-from fleet.verify.run_comparison import _could_be_rounding, _idle_options, _Judge, _takes_turns, compare_runs
+from fleet.verify.run_comparison import _could_be_rounding, _Judge, _takes_turns, compare_runs
+from fleet.verify.worker_findings import idle_options
 
 FOLDER = Path(__file__).parent
 
 
 def test_an_option_that_its_settings_leave_idle_is_a_finding_and_one_that_the_machine_does_is_not() -> None:
     notes = ["amp changes nothing: amp_configs['x'] is 0.", "dgc changes nothing on the CPU."]
-    assert [found.tensor for found in _idle_options({"notes": notes, "plan": ["amp", "dgc"]})] == ["amp"]
+    assert [found.tensor for found in idle_options({"notes": notes, "plan": ["amp", "dgc"]})] == ["amp"]
 
 
 def reason(folder: Path, *errors: str) -> str:

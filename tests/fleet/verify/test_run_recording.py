@@ -14,16 +14,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fleet.verify.draw_replay import Draws
 from fleet.verify.engines.training_engine import TrainingEngine
+from fleet.verify.gradient_causes import nodes_behind
 from fleet.verify.loader_replay import ReplayedBatches
 from fleet.verify.record_files import RecordFile, read_record
-from fleet.verify.run_recording import Recording, _add_noise, _nodes, has_running_statistics
+from fleet.verify.run_recording import Recording, _add_noise, has_running_statistics
 
 
 def test_a_loss_that_adds_up_its_samples_says_so() -> None:
     scores, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
     summed = torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
-    assert any(node.endswith(" sum") for node in _nodes([summed / 2]))
-    assert not any(node.endswith(" sum") for node in _nodes([torch.nn.functional.cross_entropy(scores, labels)]))
+    assert any(node.endswith(" sum") for node in nodes_behind([summed / 2]))
+    assert not any(node.endswith(" sum") for node in nodes_behind([torch.nn.functional.cross_entropy(scores, labels)]))
 
 
 def test_a_gradient_whose_terms_cancel_has_the_rounding_errors_of_large_ones() -> None:

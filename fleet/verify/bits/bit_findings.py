@@ -39,10 +39,11 @@ def compare_bits(many: Run, one: Run) -> Comparison:
         made.matched += len(other["turns"]) and len(other["parameters"])
         if not made.findings:
             made.findings = update.findings()
+    made.findings = made.findings or _uneven_runs(many, one)
     return made
 
 
-def uneven_runs(many: Run, one: Run) -> list[Finding]:
+def _uneven_runs(many: Run, one: Run) -> list[Finding]:
     """Returns a finding where the workers make another number of updates than one process."""
     ours = len(many.updates(0))
     alone = len(one.updates(0))

@@ -32,14 +32,14 @@ class TurnRecords:
         self._turn["drawn"] = drawn
 
     def note_call(self, module: str, kind: str, inputs: Any, output: Any) -> None:
-        """Writes down a call of ``module``, whose class is ``kind``."""
-        calls = self._turn["forward"]
-        if len(calls) < _MOST_CALLS:
+        """Writes down a call of ``module``, whose class is ``kind``, once a turn has begun."""
+        if self.has_begun and len(calls := self._turn["forward"]) < _MOST_CALLS:
             calls.append({"module": module, "type": kind, "ins": _digests(inputs), "outs": _digests(output)})
 
     def note_losses(self, losses: Sequence[float]) -> None:
-        """Writes down the losses of a backward pass."""
-        self._turn["losses"] += losses
+        """Writes down the losses of a backward pass, once a turn has begun."""
+        if self.has_begun:
+            self._turn["losses"] += losses
 
     def take(self) -> dict[str, dict[str, Any]]:
         """Returns the turns, and begins anew after an update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleet.verify.turn_recording import TurnRecords
+from fleet.verify.bits.turn_recording import TurnRecords
 
 
 def test_calls_and_losses_belong_to_the_turn_that_has_begun() -> None:

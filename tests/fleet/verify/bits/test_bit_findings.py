@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleet.verify.bit_findings import CAUSE, compare_bits, uneven_runs
+from fleet.verify.bits.bit_findings import CAUSE, compare_bits
 from fleet.verify.paired_runs import Run, Starter, VerifyRequest
 from fleet.verify.run_comparison import _Judge
 from fleet.verify.tensor_digest import exact_digest
@@ -118,9 +118,8 @@ def test_other_turns_and_other_calls_are_named() -> None:
 
 
 def test_another_number_of_updates_is_a_finding() -> None:
-    assert uneven_runs(run_of(update(0)), ALONE) == []
-    more = Run(folder=Path("x"), records=[[update(0), update(0, n=2)]])
-    (finding,) = uneven_runs(more, ALONE)
+    more = Run(folder=Path("x"), records=[[update(0, 1, 2), update(0, 1, 2, n=2)]])
+    (finding,) = compare_bits(more, ALONE).findings
     assert (finding.cause, finding.step) == ("ranks-take-different-numbers-of-steps", 2)
 
 

@@ -1,0 +1,1 @@
+"""Reproducible jobs: what each logical worker computes, recorded and compared bit by bit."""
