@@ -7,6 +7,7 @@ SIGKILL, in the middle of whatever they do. What comes after ``--`` goes to ``tr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import socket
@@ -88,8 +89,10 @@ class Nodes:
         """Waits for the launchers when the job is over, and ends them otherwise."""
         is_over = bool(self.running) and self.running[0].poll() == 0
         for node in self.running:
-            if not is_over:
-                node.terminate()
+            if is_over:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # one that came too late waits for others
+                    node.wait(10)
+            node.terminate()
             node.wait(60)
 
 
@@ -130,6 +133,8 @@ def main() -> None:
     nodes = Nodes(folder, max(args.sizes), options("checkpoints", resized))
     try:
         for size in args.sizes:
+            if nodes.running and nodes.has_ended:
+                break
             print(f"the job gets {size} node(s)", flush=True)
             nodes.resize(size)
             nodes.wait_for(resized, size, len(undisturbed) // (2 * len(args.sizes)))
