@@ -105,6 +105,21 @@ def train_alone(folder: Path, options: list[str]) -> str:
     return done.stdout
 
 
+def train_resized(nodes: Nodes, sizes: list[int], history: Path, updates: int) -> None:
+    """Trains in an elastic job that gets each of the ``sizes`` and makes about so many ``updates`` with it."""
+    try:
+        for size in sizes:
+            if nodes.running and nodes.has_ended:
+                break
+            print(f"the job gets {size} node(s)", flush=True)
+            nodes.resize(size)
+            nodes.wait_for(history, size, updates)
+        while not nodes.has_ended:
+            time.sleep(0.1)
+    finally:
+        nodes.close()
+
+
 def digest_in(output: str) -> str:
     """Returns the digest that the training script prints at its end."""
     (found,) = set(re.findall(r"^Weights and optimizer state: (\w+)$", output, re.MULTILINE))
@@ -131,17 +146,7 @@ def main() -> None:
     alone = digest_in(train_alone(folder, options("checkpoint1", one)))
     undisturbed, _ = read_updates(one)
     nodes = Nodes(folder, max(args.sizes), options("checkpoints", resized))
-    try:
-        for size in args.sizes:
-            if nodes.running and nodes.has_ended:
-                break
-            print(f"the job gets {size} node(s)", flush=True)
-            nodes.resize(size)
-            nodes.wait_for(resized, size, len(undisturbed) // (2 * len(args.sizes)))
-        while not nodes.has_ended:
-            time.sleep(0.1)
-    finally:
-        nodes.close()
+    train_resized(nodes, args.sizes, resized, len(undisturbed) // (2 * len(args.sizes)))
     found, again = read_updates(resized)
     draw(undisturbed, found, folder / "resizes.png")
     together = digest_in((folder / "node1" / "output").read_text())
