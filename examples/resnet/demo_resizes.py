@@ -7,6 +7,7 @@ SIGKILL, in the middle of whatever they do. What comes after ``--`` goes to ``tr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import socket
@@ -88,8 +89,10 @@ class Nodes:
         """Waits for the launchers when the job is over, and ends them otherwise."""
         is_over = bool(self.running) and self.running[0].poll() == 0
         for node in self.running:
-            if not is_over:
-                node.terminate()
+            if is_over:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # one that came too late waits for others
+                    node.wait(10)
+            node.terminate()
             node.wait(60)
 
 
@@ -100,6 +103,21 @@ def train_alone(folder: Path, options: list[str]) -> str:
     if done.returncode:
         raise SystemExit("Training in one process failed.")
     return done.stdout
+
+
+def train_resized(nodes: Nodes, sizes: list[int], history: Path, updates: int) -> None:
+    """Trains in an elastic job that gets each of the ``sizes`` and makes about so many ``updates`` with it."""
+    try:
+        for size in sizes:
+            if nodes.running and nodes.has_ended:
+                break
+            print(f"the job gets {size} node(s)", flush=True)
+            nodes.resize(size)
+            nodes.wait_for(history, size, updates)
+        while not nodes.has_ended:
+            time.sleep(0.1)
+    finally:
+        nodes.close()
 
 
 def digest_in(output: str) -> str:
@@ -128,15 +146,7 @@ def main() -> None:
     alone = digest_in(train_alone(folder, options("checkpoint1", one)))
     undisturbed, _ = read_updates(one)
     nodes = Nodes(folder, max(args.sizes), options("checkpoints", resized))
-    try:
-        for size in args.sizes:
-            print(f"the job gets {size} node(s)", flush=True)
-            nodes.resize(size)
-            nodes.wait_for(resized, size, len(undisturbed) // (2 * len(args.sizes)))
-        while not nodes.has_ended:
-            time.sleep(0.1)
-    finally:
-        nodes.close()
+    train_resized(nodes, args.sizes, resized, len(undisturbed) // (2 * len(args.sizes)))
     found, again = read_updates(resized)
     draw(undisturbed, found, folder / "resizes.png")
     together = digest_in((folder / "node1" / "output").read_text())
