@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
@@ -164,6 +165,12 @@ def _tied(drop: nn.Module) -> list[nn.Module]:
     return [nn.Linear(WIDTH, 32), nn.Sequential(Tied(), drop, nn.GroupNorm(4, 32)), nn.Linear(32, CLASSES)]
 
 
+def _spectral(drop: nn.Module) -> list[nn.Module]:
+    # Its forwards read and write buffers.
+    block = nn.Sequential(spectral_norm(nn.Linear(32, 32)), drop, nn.Tanh())
+    return [nn.Linear(WIDTH, 32), block, nn.Linear(32, CLASSES)]
+
+
 def _tokens(drop: nn.Module) -> list[nn.Module]:
     block = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), drop, nn.RMSNorm(16))
     return [Tokens(), block, nn.Sequential(nn.Flatten(), nn.Linear(WIDTH * 16, CLASSES))]
@@ -176,6 +183,7 @@ MODELS = {
     "recurrent": _recurrent,
     "branches": _branches,
     "tied": _tied,
+    "spectral": _spectral,
     "tokens": _tokens,
 }
 

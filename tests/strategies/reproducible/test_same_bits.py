@@ -124,9 +124,9 @@ def check(drawn: Sequence[tuple[Case, Sequence[int]]]) -> Counter[str]:
     return Counter(found.get("refused", "trained") for found in alone.values())
 
 
-def test_dropout_and_batch_norm_on_one_two_and_three_workers() -> None:
+def test_dropout_and_buffers_on_one_two_and_three_workers() -> None:
     case = Case(model="conv", rule="adamw", logical=4, clip="torch", schedule="cosine", averages=True)
-    assert check([(case, (1, 2, 3))]) == {"trained": 1}
+    assert check([(case, (1, 2, 3)), (Case(model="spectral"), (1, 2, 3))]) == {"trained": 2}
 
 
 @pytest.mark.slow
