@@ -58,7 +58,7 @@ class LogicalWorkers:
         count: what the batch of the present turn counts in means over an update: 1, or as ``fleet.mean`` was told.
         is_counted: whether ``fleet.mean`` was told so, in this turn.
         is_open: whether a turn has begun and not ended.
-        is_scheduled: whether a scheduler of torch has set learning rates in the present turn.
+        is_scheduled: whether a scheduler of torch has set learning rates since the present update began.
         order: a digest of the order of the samples, the same on all processes; 0 without a sampler.
         kernels: what the bits of this process depend on, by name.
         loop: what the loop goes over that ends the present turn.
@@ -130,7 +130,7 @@ class LogicalWorkers:
         self.is_open = True
         self.count = 1.0
         self.is_counted = False
-        self.is_scheduled = False
+        self.is_scheduled &= bool(self.place or self.round_in_update)
         for begin in self.begins:
             begin(rank)
         return rank

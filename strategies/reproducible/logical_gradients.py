@@ -106,7 +106,7 @@ class LogicalGradients(SetAside):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether a scheduler of torch has set the rates in this turn."""
+        """Whether a scheduler of torch has set the rates since the update began."""
         return self._logical.is_scheduled
 
     def _check_stepped(self) -> None:
@@ -155,7 +155,8 @@ class LogicalGradients(SetAside):
             raise ConfigError(
                 f"backward() was called after step() on the batch of logical worker {self._logical.rank}. With "
                 "'reproducible' parameters change at the last batch of an update, so this loss would see other "
-                "parameters on some workers. Call every backward() of a batch before its first step(), or update each "
+                "parameters on some workers. Call every backward() of a batch before its first step() (of two "
+                "optimizers, as in a GAN: loss.backward(inputs=list(net.parameters())) for each loss), or update each "
                 "model in a loop of its own over fleet.elastic.logical_ranks()."
             )
         self._notice_clear()

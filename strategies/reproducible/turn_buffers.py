@@ -52,12 +52,7 @@ class TurnBuffers:
             self._is_shared = False
             self._of_model = [buffer.clone() for buffer in own] if len(self._logical.ranks) > 1 else []
             return
-        if len(own) != len(self._of_model):
-            raise ConfigError(
-                f"{len(own) - len(self._of_model)} buffers were registered since the round began. With 'reproducible' "
-                "each logical worker begins with the buffers of the model: register them in __init__(), not in "
-                "forward()."
-            )
+        self._check_shapes([buffer.shape for buffer in self._of_model], self._shapes)
         _put(self._of_model, own)
 
     def _end(self) -> None:
@@ -70,17 +65,25 @@ class TurnBuffers:
     def note_step(self) -> None:
         """Notes a step of an optimizer, after which no model is trained in this turn.
 
-        Raises ConfigError where a buffer has another shape than at its begin.
+        Raises ConfigError where buffers were registered in it, or one has got another shape.
         """
-        for old, buffer in zip(self._shapes, self._buffers(), strict=False):
-            if old != buffer.shape:
-                raise ConfigError(
-                    f"A buffer of shape {list(old)} has the shape {list(buffer.shape)} after a batch. With "
-                    "'reproducible' each logical worker begins with the buffers of the model: keep their shapes, for "
-                    "example by a buffer of the largest size and a count."
-                )
+        self._check_shapes(self._shapes, [buffer.shape for buffer in self._buffers()])
         if self._logical.is_last:
             self._share()
+
+    def _check_shapes(self, before: Sequence[torch.Size], now: Sequence[torch.Size]) -> None:
+        if len(now) != len(before):
+            raise ConfigError(
+                f"{len(now) - len(before)} buffers were registered since the round began. With 'reproducible' each "
+                "logical worker begins with the buffers of the model: register them in __init__(), not in forward()."
+            )
+        for old, new in zip(before, now, strict=True):
+            if old != new:
+                raise ConfigError(
+                    f"A buffer of shape {list(old)} has the shape {list(new)} after a batch. With 'reproducible' each "
+                    "logical worker begins with the buffers of the model: keep their shapes, for example by a buffer "
+                    "of the largest size and a count."
+                )
 
     def _share(self) -> None:
         """Makes the buffers those of logical worker 0, on every process."""

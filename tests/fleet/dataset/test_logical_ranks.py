@@ -295,7 +295,7 @@ def test_a_file_shard_is_that_of_the_logical_worker_whose_turn_it_is() -> None:
             util.get_file_shard(files)
         shards = []
         for _ in logical.ranks:
-            logical.begin_turn()
+            logical.begin_turn(None)
             shards.append(util.get_file_shard(files))
             logical.end_turn()
     assert shards == [["d"], ["e"]]

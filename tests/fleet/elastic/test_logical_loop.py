@@ -98,7 +98,7 @@ def test_a_loop_may_be_left_at_an_update() -> None:
             if fleet.update_loss(loss) is not None:
                 break
     assert sampler.done == 12
-    assert turns().round == 1
+    assert turns().round == 2
 
 
 def test_two_loops_at_a_time_are_refused() -> None:

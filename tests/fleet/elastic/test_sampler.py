@@ -253,7 +253,7 @@ def test_logical_workers_have_the_same_batches_on_any_host(hosts: int, monkeypat
         monkeypatch.setattr("fleet.elastic.sampler._logical_workers", lambda logical=logical: logical)
         data = Numbers(43)
         sampler = ElasticSampler(data, batch_size=2, seed=3)
-        assert (sampler.num_workers, len(sampler)) == (5, 5 * 2 * len(logical.ranks))
+        assert (sampler.num_workers, len(sampler)) == (5, 5 * 2), "rounds, whoever hosts them"
         loader = DataLoader(data, batch_size=2, sampler=sampler)
         found: dict[int, list[Any]] = {rank: [] for rank in logical.ranks}
         done = []

@@ -167,7 +167,7 @@ def test_a_gan_that_steps_between_its_losses_is_refused(freezes: bool) -> None:
             own.of_generator.step()
 
     with pytest.raises(
-        ConfigError, match=r"after step\(\) on it\. With 'reproducible'.*Step after all backward passes"
+        ConfigError, match=r"after step\(\) on the batch.*With 'reproducible'.*before its first step\(\)"
     ):
         train()
 

@@ -335,7 +335,7 @@ def other_seeds(rank: int, world_size: int, after_start: bool) -> None:
 
 
 def test_other_seeds_on_each_worker_are_refused_once_the_job_has_begun() -> None:
-    with pytest.raises(WorkerError, match="with different seeds.*Give all workers one seed"):
+    with pytest.raises(WorkerError, match="learning rates or seeds.*takes one seed"):
         run_workers(other_seeds, 2, True, backend=None)
 
 
