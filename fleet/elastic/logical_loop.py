@@ -81,7 +81,7 @@ class SeededDataset:
         self._dataset = dataset
 
     def __getitems__(self, batch: NumberedBatch) -> list[Any]:
-        parts = ("data", *batch.number)
+        parts: tuple[int | str, ...] = ("data", *batch.number)
         job = running_job() if get_worker_info() is None else None
         if job is not None and job.logical is not None:
             job.logical.draw_from(*parts)

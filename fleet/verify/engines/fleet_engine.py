@@ -140,13 +140,11 @@ def _meeting(listener: EngineListener, meet: Callable[..., Any]) -> Callable[...
     return met
 
 
-def _turning(
-    listener: EngineListener, begin: Callable[[LogicalWorkers, object], int]
-) -> Callable[[LogicalWorkers, object], int]:
+def _turning(listener: EngineListener, begin: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the beginning of a turn, which then also tells whose turn it is."""
 
     @wraps(begin)
-    def begun(self: LogicalWorkers, loop: object) -> int:
+    def begun(self: Any, loop: object) -> Any:
         rank = begin(self, loop)
         listener.turn_begins(self.round, rank)
         return rank

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def count_of(rank: int, round_: int) -> float:
     """Returns a count whose sum depends on the order."""
-    return 0.1 * (rank + 1) ** 3 + 1e9 * (rank == 2) + round_
+    return 1e16 if rank == 1 else 1.0 + 2 * round_
 
 
 def turn(logical: LogicalWorkers, count: float | None) -> None:
