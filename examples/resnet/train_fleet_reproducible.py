@@ -54,8 +54,7 @@ def main() -> None:
     optimizer = fleet.distributed_optimizer(optimizer)
     model = fleet.distributed_model(model)
 
-    # len(train_loader) counts the batches of this process; a schedule counts updates.
-    num_steps = args.epochs * (len(train) // (args.batch_size * sampler.num_workers))
+    num_steps = args.epochs * len(train_loader)  # updates, on any number of workers
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
     checkpoint = fleet.elastic.Checkpoint(
         args.checkpoint, model, optimizer, scheduler, data=sampler, every=args.save_every
