@@ -7,6 +7,7 @@ job with more or fewer workers, the run goes on from its last checkpoint. ``demo
 from __future__ import annotations
 
 import hashlib
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from fleet import fleet
 CONFIG = Path(__file__).parent / "configs" / "reproducible.yaml"
 
 
-def main() -> None:
-    """Trains, prints the loss of updates, and at the end the test accuracy and a digest of all bits."""
+def parsed() -> Namespace:
+    """Returns the options of the command."""
     parser = training_options(__doc__)
     parser.add_argument("--strategy", metavar="FILE", help="YAML file of options (default: configs/reproducible.yaml)")
     parser.add_argument("--checkpoint", metavar="FOLDER", default="output/reproducible", help="(default: %(default)s)")
@@ -37,6 +38,12 @@ def main() -> None:
     args = parse(parser)
     if args.max_batches:
         parser.error("--max-batches: this script trains on whole epochs; lower --epochs.")
+    return args
+
+
+def main() -> None:
+    """Trains, prints the loss of updates, and at the end the test accuracy and a digest of all bits."""
+    args = parsed()
     strategy = fleet.DistributedStrategy.load(args.strategy or str(CONFIG))
     torch.manual_seed(args.seed)
     fleet.init(is_collective=True, strategy=strategy)
