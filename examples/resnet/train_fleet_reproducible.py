@@ -44,11 +44,11 @@ def parsed() -> Namespace:
 def main() -> None:
     """Trains, prints the loss of updates, and at the end the test accuracy and a digest of all bits."""
     args = parsed()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     strategy = fleet.DistributedStrategy.load(args.strategy or str(CONFIG))
     torch.manual_seed(args.seed)
     fleet.init(is_collective=True, strategy=strategy)
     rank, world_size = fleet.worker_index(), fleet.worker_num()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     train, test, class_names = open_data(args.data, args.image_size, args.seed)
     loading = {"batch_size": args.batch_size, "num_workers": args.num_workers}
@@ -57,15 +57,13 @@ def main() -> None:
     test_loader = DataLoader(test, **loading, sampler=DistributedSampler(test, world_size, rank, shuffle=False))
 
     model = ResNet(args.depth, len(class_names), stem=args.stem, width=args.width).to(device)
-    optimizer = make_optimizer(args, model.parameters())
-    optimizer = fleet.distributed_optimizer(optimizer)
+    optimizer = fleet.distributed_optimizer(make_optimizer(args, model.parameters()))
     model = fleet.distributed_model(model)
 
     num_steps = args.epochs * len(train_loader)  # updates, on any number of workers
     scheduler = LambdaLR(optimizer, partial(warmup_cosine, num_steps=num_steps))
-    checkpoint = fleet.elastic.Checkpoint(
-        args.checkpoint, model, optimizer, scheduler, data=sampler, every=args.save_every
-    )
+    saved = {"data": sampler, "every": args.save_every}
+    checkpoint = fleet.elastic.Checkpoint(args.checkpoint, model, optimizer, scheduler, **saved)
     report = Report(args, active=fleet.is_first_worker(), resume=checkpoint.resume())
     for epoch in range(checkpoint.epoch, args.epochs):
         sampler.set_epoch(epoch)
@@ -83,8 +81,7 @@ def main() -> None:
     checkpoint.save(epoch=args.epochs)
     checkpoint.close()
     hits = find_hits(model, test_loader, device)[: len(range(rank, len(test), world_size))]
-    accuracy = fleet.metrics.acc(hits.sum(), hits.size)
-    report.line(f"Test accuracy: {accuracy:.5f} on {len(test)} images")
+    report.line(f"Test accuracy: {fleet.metrics.acc(hits.sum(), hits.size):.5f} on {len(test)} images")
     report.line(f"Weights and optimizer state: {fingerprint(model, optimizer)}")
 
 
