@@ -75,8 +75,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            value = fleet.update_loss(loss)
-            if value is not None:  # the last batch of an update
+            if (value := fleet.update_loss(loss)) is not None:  # the last batch of an update
                 report.add_update(checkpoint.step, num_steps, value, world_size)
     checkpoint.save(epoch=args.epochs)
     checkpoint.close()
