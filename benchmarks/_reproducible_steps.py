@@ -66,8 +66,16 @@ def warmup(step: int, num_steps: int) -> float:
     return min((step + 1) / (0.1 * num_steps), 1.1 - step / num_steps)
 
 
+def save(path: str, model: Any, optimizer: Any, losses: list[float], forwards: int) -> None:
+    """Writes the bits, and how many forwards each worker ran."""
+    counted = [int(count) for count in fleet.util.all_gather(forwards)]
+    state = {"weights": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+    if fleet.is_first_worker():
+        fleet.save({"bits": bits_of(state), "forwards": counted, "loss": losses[-1]}, path)
+
+
 def main() -> None:
-    """Trains; every so many updates it saves the bits and how many forwards each worker ran."""
+    """Trains; saves every so many updates."""
     name, num, every, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     strategy = fleet.DistributedStrategy()
     strategy.reproducible = True
@@ -98,10 +106,7 @@ def main() -> None:
                 continue
             losses.append(value)
             if len(losses) % every == 0:
-                counted = [int(count) for count in fleet.util.all_gather(forwards)]
-                state = {"weights": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
-                if fleet.is_first_worker():
-                    fleet.save({"bits": bits_of(state), "forwards": counted, "loss": value}, f"{folder}/{len(losses)}")
+                save(f"{folder}/{len(losses)}", model, optimizer, losses, forwards)
             if len(losses) == num:
                 break
 
