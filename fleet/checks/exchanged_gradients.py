@@ -29,10 +29,13 @@ class ExchangedGradients(Listener):
         self._watched = watched
         self._compare_optimizer = compare_optimizer
         self._job = watched.job
+        self._only_counts = False
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Raises ConfigError where the gradients of this step were never exchanged."""
         watch = self._watched.stepped(optimizer)
+        # Afterwards a closure's step has ended the batch that is asked about.
+        self._only_counts = watch is not None and watch.optimizer.only_counts()
         if watch is not None and not has_closure:
             self._check_step(watch)
 
@@ -67,7 +70,7 @@ class ExchangedGradients(Listener):
         watch.models = {model: model.used for model in watch.models}
         if self._watched.compares and (watch.loaded_at or not watch.is_compared):
             self._compare_optimizer(watch)
-        if self._watched.compares and not self._watched.trains_locally and not watch.optimizer.only_counts():
+        if self._watched.compares and not self._watched.trains_locally and not self._only_counts:
             self._check_exchanges(watch)
 
     def _check_exchanges(self, watch: OptimizerWatch) -> None:

@@ -172,22 +172,35 @@ def test_a_gradient_that_no_update_would_see_is_refused() -> None:
         break
 
 
-def test_a_closure_runs_once_a_batch() -> None:
+def closures(rank: int, world_size: int) -> tuple[int, dict[str, Tensor]]:
+    """Trains with closures on this process's turns; returns how many ran, and the weights."""
     start(3)
     model, optimizer = wrapped(network())
     losses = []
     for update in range(2):
-        for rank in fleet.elastic.logical_ranks():
+        for logical_rank in fleet.elastic.logical_ranks():
 
-            def closure(update: int = update, rank: int = rank) -> Tensor:
+            def closure(update: int = update, logical_rank: int = logical_rank) -> Tensor:
                 optimizer.zero_grad()
-                loss = square(model, update, rank)
+                loss = square(model, update, logical_rank)
                 loss.backward()
                 return loss
 
             losses.append(optimizer.step(closure).detach())
-    assert len(losses) == 6
-    assert same(weights(model.module), by_hand(3, range(2)))
+    return len(losses), weights(model.module)
+
+
+def test_a_closure_runs_once_a_batch() -> None:
+    num_losses, found = closures(0, 1)
+    assert num_losses == 6
+    assert same(found, by_hand(3, range(2)))
+
+
+def test_closures_on_uneven_hosts() -> None:
+    """The process that hosts one logical worker checks its step as the one that hosts two."""
+    results = run_workers(closures, 2, backend=None)
+    assert [num_losses for num_losses, _ in results] == [4, 2]
+    assert all(same(found, by_hand(3, range(2))) for _, found in results)
 
 
 @pytest.mark.parametrize("backward", [True, False])
