@@ -45,6 +45,7 @@ READERS = {
     "fleet/migrate/migrate_command.py": "the user's script",
     "launch/cli/config.py": "the user's script",
     "fleet/trackers/kubeflow_tracker.py": "a token that Kubernetes mounts as a link",
+    "strategies/reproducible/same_kernels.py": "the processor, as the kernel names it",
     "fleet/verify/changed_files.py": "verify's own folder",
     "fleet/verify/paired_runs.py": "verify's own folder",
     "fleet/verify/record_files.py": "verify's own folder",

@@ -37,8 +37,8 @@ SCALED_RATE = (
     "fleet.elastic.scale_lr() makes the learning rate follow the number of workers, and with 'reproducible' an update "
     "has the batches of all logical workers on any number of them. Leave the call out."
 )
-# Axes along which the workers hold parts of a layer or of a sequence, in the order of hybrid_configs.
-_PARTS = ("mp", "pp", "sep", "cp", "ep")
+# Axes along which the workers hold parts, beside mp and pp, whose degrees turn an option on that has a conflict.
+_PARTS = ("sep", "cp", "ep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class Reproducible(StepCounter, GradientKeeper):
         "fp16_allreduce": _OWN_TREE,
         "use_hierarchical_allreduce": _OWN_TREE,
         "sync_batch_norm": "it averages statistics over processes, and logical workers of one process run in turns",
-        "pipeline": "its micro-batches add up inside train_batch, in an order of their own",
-        "tensor_parallel": "sums over parts of a layer depend on the number of parts",
+        "pipeline": "the micro-batches of a pipeline add up inside train_batch, in an order of their own",
+        "tensor_parallel": "its workers hold parts of layers, whose sums depend on the number of parts",
         "to_static": "compiled kernels are chosen anew in each process, by measurements",
     }
     steps_together = True
@@ -112,8 +112,8 @@ class Reproducible(StepCounter, GradientKeeper):
             return None  # hybrid says what is wrong with them
         if divided := [axis for axis in _PARTS if degrees.get(axis, 1) > 1]:
             return (
-                f"'reproducible' is on and the {divided[0]} degree is {degrees[divided[0]]}: sums over parts of a "
-                f"layer or of a sequence depend on the number of parts. Set {divided[0]}_degree to 1."
+                f"'reproducible' is on and the {divided[0]} degree is {degrees[divided[0]]}: these workers hold parts "
+                f"of a sequence or of the experts, whose sums depend on their number. Set {divided[0]}_degree to 1."
             )
         return _problem_of_sharding(options)
 

@@ -88,7 +88,9 @@ PLANS: dict[str, dict[str, str]] = {
 }
 # A measure of a gradient by hand sees the part that the worker holds.
 WHOLE_GRADIENTS = ("measured", "clip_by_hand")
-SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n not in (COMPILED, *DIVIDING))
+# Loops over logical workers have draws of their own, in tests/strategies/reproducible.
+APART = (COMPILED, *DIVIDING, "reproducible")
+SWITCHES = sorted(n for n, s in REGISTRY.items() if s.default is False and n not in APART)
 NAMES = [*SWITCHES, *SETTINGS]
 REFUSED_WITH = {"localsgd", "adaptive_localsgd", "dgc", "asp", "qat"}  # beside a plan; each has a test of its own
 OFFERED = [name for name in NAMES if name in SETTINGS or REGISTRY[name].refused is None]

@@ -15,7 +15,7 @@ from tests.helpers.workers import run_workers
 from tests.strategies.mesh_jobs import CASES, NO_SWITCH, SLOW, on_mesh
 
 AXES = ("mp", "pp", "sep", "cp")
-LOCAL = {"adaptive_localsgd", "dgc", "localsgd"}
+LOCAL = {"adaptive_localsgd", "dgc", "localsgd", "reproducible"}
 REFUSED = {
     "mp": {*LOCAL, "asp", "qat"},
     "pp": {*LOCAL, "asp", "qat", "gradient_merge"},

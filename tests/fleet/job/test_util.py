@@ -41,12 +41,12 @@ def test_a_call_of_all_between_two_batches_of_an_update_is_refused() -> None:
     """Processes host different numbers of logical workers, and so would make different numbers of calls."""
     logical = LogicalWorkers(2, 1, 0)
     util = UtilBase(job_of(RoleRecord(global_rank=0, world_size=1), logical=logical))
-    logical.begin_turn()
+    logical.begin_turn(None)
     for call in (lambda: util.all_reduce(1.0), lambda: util.all_gather(1.0), util.barrier):
         with pytest.raises(ConfigError, match="Use fleet.update_loss"):
             call()
     logical.end_turn()
-    logical.begin_turn()  # the last one: every process makes it
+    logical.begin_turn(None)  # the last one: every process makes it
     assert util.all_reduce(1.0) == 1.0
 
 

@@ -25,8 +25,8 @@ CONFLICTS = {
     "fp16_allreduce": "made in the tree of 'reproducible'",
     "use_hierarchical_allreduce": "made in the tree of 'reproducible'",
     "sync_batch_norm": "averages statistics over processes",
-    "pipeline": "micro-batches add up inside train_batch",
-    "tensor_parallel": "sums over parts of a layer",
+    "pipeline": "micro-batches of a pipeline add up inside train_batch",
+    "tensor_parallel": "its workers hold parts of layers",
     "to_static": "compiled kernels are chosen anew",
 }
 
@@ -60,7 +60,7 @@ def test_more_workers_than_logical_workers_are_refused() -> None:
 @pytest.mark.parametrize("axis", ["sep", "cp", "ep"])
 def test_workers_that_hold_parts_of_a_sequence_are_refused(axis: str) -> None:
     rest = {"sharding_degree": 4, "dp_degree": 1, "moe_sharding_degree": 2} if axis == "ep" else {}
-    with pytest.raises(ConfigError, match=f"the {axis} degree is 2: sums over parts.*Set {axis}_degree to 1"):
+    with pytest.raises(ConfigError, match=f"the {axis} degree is 2: these workers hold parts.*Set {axis}_degree to 1"):
         plan(options(hybrid_configs={f"{axis}_degree": 2, **rest}), 4)
 
 
