@@ -124,8 +124,10 @@ def test_another_number_of_updates_is_a_finding() -> None:
 
 
 _NOISE = "x + 0.1 * torch.randn(x.shape, generator=noise)"
+# In its last turn of an update: in those before it a changed weight is refused.
 _NUDGE = (
-    "    if fleet.worker_index() == 1 and sampler.done > 32:\n"
+    "    from fleet.job.running import running_job\n"
+    "    if fleet.worker_index() == 1 and sampler.done > 32 and running_job().logical.is_last:\n"
     "        with torch.no_grad():\n"
     "            net[2].bias[0] += 1e-7\n"
 )
