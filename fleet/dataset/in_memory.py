@@ -25,7 +25,6 @@ from fleet.dataset.workers import (
     WorkerGroup,
     batches_in_turns,
     check_same_files,
-    logical_workers,
     same_draws,
     sum_over,
     whole_rounds,
@@ -33,6 +32,7 @@ from fleet.dataset.workers import (
 )
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.logical_workers import LogicalWorkers
+from fleet.job.running import running_logical
 
 _FORM_OPTIONS = ("use_var", "parse_ins_id", "parse_content", "input_type")
 
@@ -222,7 +222,7 @@ class InMemoryDataset(DatasetBase):
         """
         self._need_samples("local_shuffle")
         # Only the order is shuffled: samples stay in their columns, see [Note: Columns].
-        logical = logical_workers()
+        logical = running_logical()
         if logical is None:
             self._order = self._order[random_places(len(self._order))]
         else:
@@ -319,7 +319,7 @@ class InMemoryDataset(DatasetBase):
         return sum(-(-size // self._settings.batch_size) for size in self._sizes)
 
     def __iter__(self) -> Iterator[Batch]:
-        logical = logical_workers()
+        logical = running_logical()
         # The order as it is now: a shuffle during the loop begins with the next one.
         if logical is None:
             yield from with_rows(self._batches(self._order))
@@ -350,7 +350,7 @@ class InMemoryDataset(DatasetBase):
 
     def _shares(self) -> list[list[str]]:
         """Returns the files of each logical worker of this process; without any, those of the process."""
-        logical = logical_workers()
+        logical = running_logical()
         self._is_for = None if logical is None else (logical.num, logical.ranks)
         if logical is None:
             return [list(self.filelist)]
@@ -382,7 +382,7 @@ class InMemoryDataset(DatasetBase):
 
 
 def _refuse_logical(call: str, what: str) -> None:
-    if logical_workers() is not None:
+    if running_logical() is not None:
         raise UnsupportedOptionError(
             f"InMemoryDataset.{call}() {what}, and with 'reproducible' batches must not depend on which process hosts "
             "what. Use local_shuffle(), after a shuffle of the list of files that is the same on all workers, or "

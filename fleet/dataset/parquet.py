@@ -28,12 +28,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fleet.dataset.dataset_settings import check_integers
 from fleet.dataset.parquet_files import OFFSETS, ParquetFiles, found_files
 from fleet.dataset.rows_of_batches import with_rows
-from fleet.dataset.workers import batches_in_turns, data_place, listened_batches, logical_workers
+from fleet.dataset.workers import batches_in_turns, data_place, listened_batches
 from fleet.errors import CheckpointError, ConfigError
 from fleet.features.column import FeatureColumn, of_one_width
 from fleet.features.transforms import Transforms
 from fleet.job.logical_workers import LogicalWorkers
-from fleet.job.running import running_session
+from fleet.job.running import running_logical, running_session
 
 _RESTS = ("repeat", "drop", "uneven")
 Span = tuple[int, int]  # places [start, stop) in the order of the epoch
@@ -217,7 +217,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         """Returns the epoch and what remains of it after the batches that the loop was given."""
         left = [list(span) for span in self._left()]
         state = {"epoch": self.epoch, "seed": self._seed, "rows": list(self._sizes), "remaining": left}
-        logical = logical_workers()
+        logical = running_logical()
         if logical is not None and self._division is not None:
             runs = [list(span) for span in self._division.spans]
             return {**state, "logical": {"workers": logical.num, "runs": runs, "read": self._read}}
@@ -264,7 +264,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         self._division = None
         self._is_over = False
         self._remaining = tuple((start, stop) for start, stop in state["remaining"])
-        logical = logical_workers()
+        logical = running_logical()
         begun = state.get("logical")
         if logical is not None and begun is not None and begun["workers"] == logical.num:
             runs = tuple((start, stop) for start, stop in begun["runs"])
@@ -297,7 +297,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if get_worker_info() is not None:
             raise ConfigError("ParquetDataset reads in its own threads: use DataLoader(num_workers=0), or none.")
-        logical = logical_workers()
+        logical = running_logical()
         if logical is None:
             yield from with_rows(listened_batches(self, self._batches(None)))
         else:

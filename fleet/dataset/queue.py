@@ -17,9 +17,10 @@ from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.samples import Samples
 from fleet.dataset.source import Source
 from fleet.dataset.text import TextForm
-from fleet.dataset.workers import batches_in_turns, check_same_files, logical_workers, whole_rounds
+from fleet.dataset.workers import batches_in_turns, check_same_files, whole_rounds
 from fleet.errors import ConfigError
 from fleet.job.logical_workers import LogicalWorkers
+from fleet.job.running import running_logical
 
 _BLOCKS_PER_THREAD = 2
 _POLL_S = 0.1
@@ -51,7 +52,7 @@ class QueueDataset(DatasetBase):
         raise NotImplementedError("QueueDataset does not hold its samples, so it cannot shuffle; use InMemoryDataset.")
 
     def __iter__(self) -> Iterator[Batch]:
-        logical = logical_workers()
+        logical = running_logical()
         if logical is None:
             yield from with_rows(self._batches(self.filelist))
         else:

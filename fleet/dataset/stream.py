@@ -28,10 +28,10 @@ from fleet.common.log import LOGGER
 from fleet.dataset.dataset_settings import check_integers
 from fleet.dataset.rows_of_batches import with_rows
 from fleet.dataset.stream_source import Event, ReplayableSource, StreamReader, StreamSource
-from fleet.dataset.workers import batches_in_turns, data_place, listened_batches, logical_workers, whole_rounds
+from fleet.dataset.workers import batches_in_turns, data_place, listened_batches, whole_rounds
 from fleet.errors import CheckpointError, ConfigError, FleetError
 from fleet.job.logical_workers import LogicalWorkers
-from fleet.job.running import running_session
+from fleet.job.running import running_logical, running_session
 
 if TYPE_CHECKING:
     from fleet.ps.worker.covered_rank import CoveredRank, LostRanks
@@ -161,7 +161,7 @@ class StreamDataset(IterableDataset[Any]):
                 "positions of this one would not say which of them were trained. Use num_workers=0; batches are read "
                 "while the step before them is computed on the servers."
             )
-        logical = logical_workers()
+        logical = running_logical()
         if logical is None:
             yield from with_rows(listened_batches(self, self._in_turn()))
         else:
@@ -464,7 +464,7 @@ class StreamDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the positions after the batches that the loop was given, for a job without servers."""
         state = {"name": self.name, "positions": {str(p): offset for p, offset in self._counted.items()}}
-        return state if logical_workers() is None else {**state, "rounds": self._rounds}
+        return state if running_logical() is None else {**state, "rounds": self._rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at the positions of :meth:`state_dict`, except where the servers have newer ones.
@@ -480,7 +480,7 @@ class StreamDataset(IterableDataset[Any]):
                 f"the state is of stream {state.get('name')!r}, this is {self.name!r}. Give the source the same name."
             )
         self._loaded = _whole(state["positions"])
-        if (logical := logical_workers()) is not None:
+        if (logical := running_logical()) is not None:
             self._counted = {p: at for p, at in self._loaded.items() if p % logical.num in logical.ranks}
             self._rounds = state.get("rounds", 0)
 

@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from fleet.job.axes import DATA_AXES, Axes
 from fleet.job.logical_workers import LogicalWorkers
 from fleet.job.running import running_session
 from fleet.training.batch_loops import BatchLoops
+
+if TYPE_CHECKING:
+    from fleet.job.session import Session
 
 _Batch = TypeVar("_Batch")
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -150,7 +153,8 @@ def worker_group_of(fleet: Any, call: str) -> WorkerGroup:
     return _group_of(fleet.session, call)
 
 
-def _group_of(session: Any, call: str) -> WorkerGroup:
+def _group_of(session: Session | None, call: str) -> WorkerGroup:
+    assert session is not None
     if not session.role_maker.is_worker():
         raise ConfigError(f"{call}(fleet) is for workers; this process is a parameter server.")
     if session.job.world_size == 1:
@@ -187,12 +191,6 @@ def sum_over(group: WorkerGroup, value: int) -> int:
 
 
 # ---- reproducible jobs, see [Note: Batches of logical workers] ---------------------------------------------------
-
-
-def logical_workers() -> LogicalWorkers | None:
-    """Returns the logical workers of a reproducible job."""
-    session = running_session()
-    return None if session is None else session.job.logical
 
 
 def batches_in_turns(dataset: Any, logical: LogicalWorkers, batches: Iterable[_Batch]) -> Iterator[_Batch]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from fleet.common.derived_seeds import derived_seed, seed_generators
 from fleet.errors import ConfigError
 from fleet.job.logical_workers import LogicalWorkers
-from fleet.job.running import running_job
+from fleet.job.running import running_job, running_logical
 from fleet.training.batch_loops import BatchLoops
 
 __all__ = ["logical_ranks"]
@@ -82,9 +82,9 @@ class SeededDataset:
 
     def __getitems__(self, batch: NumberedBatch) -> list[Any]:
         parts: tuple[int | str, ...] = ("data", *batch.number)
-        job = running_job() if get_worker_info() is None else None
-        if job is not None and job.logical is not None:
-            job.logical.draw_from(*parts)
+        logical = running_logical() if get_worker_info() is None else None
+        if logical is not None:
+            logical.draw_from(*parts)
         else:
             seed_generators(derived_seed(*parts))
         several = getattr(self._dataset, "__getitems__", None)

@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fleet.elastic.logical_loop import NumberedBatches, check_loader, numbered_loader, turns
 from fleet.errors import CheckpointError, ConfigError
-from fleet.job.logical_workers import LogicalWorkers
-from fleet.job.running import running_job
+from fleet.job.running import running_job, running_logical
 from fleet.training.batch_loops import BatchLoops
 
 _FIELDS = frozenset(("epoch", "done", "seed", "shuffle", "num_samples"))
@@ -79,7 +78,7 @@ class ElasticSampler(Sampler[int]):
         if not _is_whole(seed):
             raise ConfigError(f"ElasticSampler(seed={seed!r}) takes an integer from 0, the same on every worker.")
         self._is_placed = num_workers is not None
-        self._logical = None if self._is_placed else _logical_workers()
+        self._logical = None if self._is_placed else running_logical()
         if num_workers is None or rank is None:
             num_workers, rank = _own_place()
         if not _is_whole(num_workers) or num_workers < 1:
@@ -180,7 +179,7 @@ class ElasticSampler(Sampler[int]):
             )
         if self.batch_size is not None:
             check_loader(loader, self.batch_size)
-        if not self._is_placed and _logical_workers() not in (None, self._logical):
+        if not self._is_placed and running_logical() not in (None, self._logical):
             raise ConfigError(
                 "sampler.batches(loader): the ElasticSampler was made before fleet.init() turned 'reproducible' on, "
                 "and does not know its logical workers. Make it afterwards."
@@ -335,8 +334,3 @@ def _own_place() -> tuple[int, int]:
     if job is not None:
         return job.data_replicas, job.data_rank
     return get_world_size(), get_rank()
-
-
-def _logical_workers() -> LogicalWorkers | None:
-    job = running_job()
-    return None if job is None else job.logical

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fleet.estimate.storage_tracker import Block, StorageTracker
-from fleet.job.logical_workers import hosted_ranks
+from fleet.job.logical_workers import hosted_blocks
 from fleet.strategies._gradients.flat import chunks
 from fleet.strategies._shared.experts import is_expert
 from fleet.strategies.dgc import SMALLEST
@@ -193,7 +193,7 @@ class LogicalSums(Exchange):
         super().__init__(tracker, model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = list(model.buffers())
-        blocks = [hosted_ranks(num, hosts, host) for host in range(hosts)]
+        blocks = hosted_blocks(num, hosts)
         nodes = [len(list(whole_nodes(num, block))) for block in blocks]
         self._kept = max(kept_sums(num, block) for block in blocks)
         self._received = sum(nodes) / hosts if hosts > 1 else 0.0

@@ -29,6 +29,7 @@ from fleet.job.logical_workers import hosted_ranks
 from fleet.strategies._declare.strategy import Strategy
 from fleet.strategies._declare.strategy_plan import Plan
 from fleet.strategies._shared.mesh import plan_axes, plan_expert_axes
+from fleet.strategies.reproducible.reproducible import rounds_per_update
 from fleet.strategies.sharding.sharding import stage_of
 from fleet.strategies.sharding.units import check_any_stage, check_divided, check_divisible, find_anchors, plan_units
 
@@ -202,7 +203,7 @@ def _window(names: list[str], options: Any, world_size: int) -> int:
     steps = 1
     if "reproducible" in names:
         turns = len(hosted_ranks(options["reproducible_configs"].logical_workers, world_size, 0))
-        steps = turns * (options["gradient_merge_configs"].k_steps if options["gradient_merge"] else 1)
+        steps = turns * rounds_per_update(options)
     elif "gradient_merge" in names:
         steps = options["gradient_merge_configs"].k_steps
     elif "sharding" in names:

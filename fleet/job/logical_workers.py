@@ -40,6 +40,11 @@ def hosted_ranks(num_logical: int, num_hosts: int, host: int) -> range:
     return range(begin, begin + size + (host < larger))
 
 
+def hosted_blocks(num_logical: int, num_hosts: int) -> list[range]:
+    """Returns the logical ranks of each host, see :func:`hosted_ranks`."""
+    return [hosted_ranks(num_logical, num_hosts, host) for host in range(num_hosts)]
+
+
 class LogicalWorkers:
     """The logical workers of a job, and whose turn it is on this process; see [Note: Turns].
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fleet.job.job import Job
+    from fleet.job.logical_workers import LogicalWorkers
     from fleet.job.session import Session
 
 
@@ -36,3 +37,9 @@ def running_session() -> Session | None:
 def running_job() -> Job | None:
     """Returns the job of this process, or None before ``fleet.init``."""
     return None if RUNNING.session is None else RUNNING.session.job
+
+
+def running_logical() -> LogicalWorkers | None:
+    """Returns the logical workers of the job of this process, or None where it has none."""
+    job = running_job()
+    return None if job is None else job.logical

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fleet.env import Environment
 from fleet.errors import ConfigError
 from fleet.job.job import Job
 from fleet.job.logical_workers import LogicalWorkers
@@ -23,11 +22,15 @@ class LogicalValues:
 
     The sum follows the tree of the gradients, in 64 bits. Where the batches of an update have counts (``fleet.mean``),
     each value weighs as much as its batch counts.
+
+    Args:
+        job: the job.
+        group_of: returns the group of its processes for values; takes the call, which every process makes.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, group_of: Callable[[str], dist.ProcessGroup]) -> None:
         self._job = job
-        self._group: dist.ProcessGroup | None = None
+        self._group_of = group_of
         # By call; of a round and a rank: what the batch counts, and the values.
         self._rows: dict[tuple[Any, ...], dict[tuple[int, int], list[float]]] = {}
         self._update = -1
@@ -98,16 +101,9 @@ class LogicalValues:
         job = self._job
         if job.world_size == 1:
             return [json.loads(json.dumps(own))]
-        if self._group is None:
-            job.meet("fleet.update_loss() or fleet.log()")
-            timeout = timedelta(milliseconds=Environment().float("PADDLE_PG_TIMEOUT"))
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = self._group_of("fleet.update_loss() or fleet.log()")
         with job.explaining():
-            return [json.loads(text) for text in gather_texts(json.dumps(own), self._group, torch.device("cpu"))]
-
-    def close(self) -> None:
-        """Releases the group."""
-        self._group = None
+            return [json.loads(text) for text in gather_texts(json.dumps(own), group, torch.device("cpu"))]
 
 
 def _mean(rounds: list[list[list[float]]], column: int) -> float:

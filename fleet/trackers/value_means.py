@@ -42,7 +42,7 @@ class ValueMeans:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._group: dist.ProcessGroup | None = None
-        self._of_turns = LogicalValues(job)
+        self._of_turns = LogicalValues(job, self._group_of)
 
     def of(self, values: dict[str, float], step: int, call: str = _CALL) -> dict[str, float] | None:
         """Returns the mean of each value over the workers; every worker must call it.
@@ -61,10 +61,7 @@ class ValueMeans:
             return self._of_turns.of(call, values, step)
         if job.world_size == 1 or not job.collective:
             return values
-        if self._group is None:
-            job.meet(_CALL)
-            timeout = timedelta(milliseconds=Environment().float("PADDLE_PG_TIMEOUT"))
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group_of(_CALL)
         names = sorted(values)
         weight = 1.0 if job.util.stands_for_replica else 0.0
         own = [values[name] if weight else 0.0 for name in names]
@@ -85,7 +82,14 @@ class ValueMeans:
     def close(self) -> None:
         """Releases the group."""
         self._group = None
-        self._of_turns.close()
+
+    def _group_of(self, call: str) -> dist.ProcessGroup:
+        """Returns the group of the workers for values; the first time, where all have made ``call``."""
+        if self._group is None:
+            self._job.meet(call)
+            timeout = timedelta(milliseconds=Environment().float("PADDLE_PG_TIMEOUT"))
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        return self._group
 
     def _sum(self, own: list[float], length: int) -> list[float]:
         vector = torch.zeros(length, dtype=torch.float64)

@@ -300,7 +300,7 @@ class _Step:
         largest = max((g["s"] ** 0.5 for _, g, _ in pairs), default=0.0)
         wrong = []
         for name, expected, got in pairs:
-            apart = _relative(got, expected, largest)
+            apart = relative(got, expected, largest)
             row["gradients"] = max(row["gradients"] or 0.0, apart)
             limit = self.tolerance.at(self.n, expected["n"])
             if not apart <= max(limit, 5e-5 * self.n):
@@ -309,7 +309,7 @@ class _Step:
             return
         made.first = [_norms(name, expected, got) for name, expected, got in pairs]
         name, expected, got = wrong[0]
-        apart = _relative(got, expected, largest)
+        apart = relative(got, expected, largest)
         cause, sentence = self._why(wrong, pairs, outputs_agree=outputs_agree)
         yield self._tensor_apart(cause, sentence, f"gradient of {name}", expected, got, apart, name.rpartition(".")[0])
 
@@ -444,7 +444,7 @@ def whole(digests: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
     return {key: sum(mean[key] for mean in means) for key in ("p", "s", "n")}
 
 
-def _relative(got: dict[str, Any], expected: dict[str, Any], largest: float) -> float:
+def relative(got: Mapping[str, Any], expected: Mapping[str, Any], largest: float = 0.0) -> float:
     """Returns how far a gradient is from that of one process, whose ``largest`` bounds what it is relative to."""
     return float(abs(got["p"] - expected["p"]) / max(expected["s"] ** 0.5, _SMALL * largest, 1e-30))
 

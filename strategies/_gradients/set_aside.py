@@ -104,8 +104,7 @@ class SetAside(Accumulator):
             )
         self.lost = True
         if self._zeros is not None and self._zeros in given:
-            self._zeros.grad = None
-            self._zeros = None
+            self._unmark()
         self._frozen = [p for p in self._frozen if p not in given]
         for parameter in given:
             self.sums.pop(parameter, None)
@@ -142,10 +141,7 @@ class SetAside(Accumulator):
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)
         # The zeros are still there: where somebody has cleared them, the script has dropped this batch.
         self._notice_clear()
-        # Zeros, or a gradient that code between backward() and step() has written over them.
-        if self._zeros is not None:
-            self._zeros.grad = None
-            self._zeros = None
+        self._unmark()
         if self.is_last:
             self._check_frozen()
             self._restore()
@@ -249,8 +245,18 @@ class SetAside(Accumulator):
                 own = gradient.clone() if shared else gradient
                 self.pending[parameter] = own if kept is None else kept.add_(own)
         self._leftover = set()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Gives the smallest parameter a gradient of zeros, for code that clips."""
         self._zeros = min(self._accumulators, key=Tensor.numel)
         self._zeros.grad = torch.zeros_like(self._zeros)
+
+    def _unmark(self) -> None:
+        """Drops the zeros, or a gradient that code between ``backward()`` and ``step()`` has written over them."""
+        if self._zeros is not None:
+            self._zeros.grad = None
+            self._zeros = None
 
     def _notice_clear(self) -> None:
         if self._zeros is not None and self._zeros.grad is None:

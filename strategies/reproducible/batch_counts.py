@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fleet.errors import ConfigError
-from fleet.job.logical_workers import LogicalWorkers, hosted_ranks
+from fleet.job.logical_workers import LogicalWorkers, hosted_blocks
 from fleet.strategies._shared.waiting import wait_for
 from fleet.strategies.reproducible.tree import tree_sum
 
@@ -56,7 +56,7 @@ class BatchCounts:
                 "fleet.mean(0 * model(x).sum(), 0)."
             )
         logical = self._logical
-        blocks = [hosted_ranks(logical.num, logical.num_hosts, host) for host in range(logical.num_hosts)]
+        blocks = hosted_blocks(logical.num, logical.num_hosts)
         counts = [with_mean]
         if self._group is not None:
             row = torch.zeros(len(blocks[0]) * logical.rounds_per_update, dtype=torch.float64, device=device)

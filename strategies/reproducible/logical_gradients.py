@@ -162,9 +162,7 @@ class LogicalGradients(SetAside):
         self._notice_clear()
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)
-        if self._zeros is not None:
-            self._zeros.grad = None
-            self._zeros = None
+        self._unmark()
         self._was_dropped = False
         self._begin_update()
         for parameter in self._accumulators:
@@ -264,11 +262,6 @@ class LogicalGradients(SetAside):
         if seen and all(p.grad is None for p in seen):
             self._zeros = None
             self.clear()
-
-    def _mark(self) -> None:
-        """Gives the smallest parameter a gradient of zeros, for code that clips."""
-        self._zeros = min(self._accumulators, key=Tensor.numel)
-        self._zeros.grad = torch.zeros_like(self._zeros)
 
     @torch.no_grad()
     def _exchange_waiting(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fleet.errors import ConfigError, OptionWarning
 from fleet.job.axes import COPY_AXES
-from fleet.job.logical_workers import LogicalWorkers, hosted_ranks
+from fleet.job.logical_workers import LogicalWorkers, hosted_blocks
 from fleet.strategies._declare.fields import Config, Values, setting
 from fleet.strategies._declare.strategy import GradientKeeper, Guide, Stage, StepCounter
 from fleet.strategies._gradients.flat import broadcast_from_rank_0
@@ -123,11 +123,11 @@ class Reproducible(StepCounter, GradientKeeper):
         num = options["reproducible_configs"].logical_workers
         if num < world_size:
             return cls.model_effect, cls.optimizer_effect
-        blocks = [hosted_ranks(num, world_size, host) for host in range(world_size)]
+        blocks = hosted_blocks(num, world_size)
         processes = f"{world_size} process{'' if world_size == 1 else 'es'}"
         kept = max(kept_sums(num, block) for block in blocks)
         copies = f"; keeps up to {kept} cop{'y' if kept == 1 else 'ies'} of the gradients between turns" if kept else ""
-        merged = _rounds(options)
+        merged = rounds_per_update(options)
         rounds = f", after {merged} rounds of them" if merged > 1 else ""
         return (
             f"{num} logical workers on {processes}: {_sizes(blocks)}; {cls.model_effect}",
@@ -141,7 +141,9 @@ class Reproducible(StepCounter, GradientKeeper):
         pin_kernels(config.threads, job.device)
         axes = job.axes
         num_hosts = max(axes.data_replicas, 1)
-        self._logical = LogicalWorkers(config.logical_workers, num_hosts, axes.data_rank, _rounds(job.options))
+        self._logical = LogicalWorkers(
+            config.logical_workers, num_hosts, axes.data_rank, rounds_per_update(job.options)
+        )
         self._logical.kernels = kernels_of(job.device)
         job.logical = self._logical
         self._logical.begins.append(self._begin_turn)
@@ -270,7 +272,8 @@ def _sent(num: int, blocks: Sequence[range]) -> str:
     )
 
 
-def _rounds(options: Values) -> int:
+def rounds_per_update(options: Values) -> int:
+    """Returns how many batches of each logical worker make an update, as ``gradient_merge`` asks for."""
     return int(options["gradient_merge_configs"].k_steps) if options["gradient_merge"] else 1
 
 

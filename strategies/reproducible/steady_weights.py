@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,8 @@ class SteadyWeights:
         logical.begins.append(self._note)
         logical.ends.append(self._check)
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for model in self._models():
-            yield from model.named_parameters()
-
     def _found(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        own = [parameter.detach() for _, parameter in self._parameters()]
+        own = [parameter.detach() for model in self._models() for parameter in model.parameters()]
         marks = [(tensor._version, tensor.data_ptr()) for tensor in own]
         number = self._logical.round
         looks_closely = number & (number - 1) == 0
@@ -52,16 +48,15 @@ class SteadyWeights:
         if not (self._logical.round and self._logical.is_amid_update):
             return
         marks, norms = self._found()
-        names = [name for name, _ in self._parameters()]
         if len(marks) != len(self._marks):
             return  # the model has got parameters
-        changed = [name for name, new, old in zip(names, marks, self._marks, strict=True) if new != old]
-        changed += [
-            name for name, new, old in zip(names, norms, self._norms, strict=False) if not torch.equal(new, old)
-        ]
+        changed = [place for place, mark in enumerate(marks) if mark != self._marks[place]]
+        changed += [place for place, norm in enumerate(norms) if not torch.equal(norm, self._norms[place])]
         if changed:
+            names = [name for model in self._models() for name, _ in model.named_parameters()]
+            name = names[changed[0]]
             raise ConfigError(
-                f"{changed[0]!r} was changed in the batch of logical worker {self._logical.rank}, which completes no "
+                f"{name!r} was changed in the batch of logical worker {self._logical.rank}, which completes no "
                 "update: by the loop, by the model's forward, or by an optimizer that distributed_optimizer() did not "
                 "return. With 'reproducible' a process makes such a change once for each logical worker that it hosts. "
                 "Change weights where fleet.update_loss(loss) has returned a number; keep what forward changes in a "

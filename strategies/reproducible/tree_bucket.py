@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fleet.job.logical_workers import LogicalWorkers, hosted_ranks
+from fleet.job.logical_workers import LogicalWorkers, hosted_blocks
 from fleet.strategies._gradients.exchange_names import named_exchange
 from fleet.strategies._gradients.flat import gather_into
 from fleet.strategies._shared.waiting import wait_for
@@ -41,9 +41,7 @@ class TreeBucket:
         self.waiting: set[Tensor] = set()
         self._logical = logical
         self._group = group
-        hosts = range(logical.num_hosts)
-        blocks = [hosted_ranks(logical.num, logical.num_hosts, host) for host in hosts]
-        self._nodes = [list(whole_nodes(logical.num, block)) for block in blocks]
+        self._nodes = [list(whole_nodes(logical.num, block)) for block in hosted_blocks(logical.num, logical.num_hosts)]
         self._layouts: list[tuple[Sequence[int], Sequence[int], int]] = []  # shapes, strides, offsets in a flat buffer
         self._size = 0
         for parameter in self.parameters:

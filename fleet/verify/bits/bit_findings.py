@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from fleet.verify.number_findings import Comparison
+from fleet.verify.number_findings import Comparison, relative
 from fleet.verify.paired_runs import Run
 from fleet.verify.report import Finding
 
@@ -271,9 +271,7 @@ def _different(
 
 def _apart(got: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     """Returns the relative difference of two tensors; 0.0 where they have the same bits."""
-    if got["bits"] == expected["bits"]:
-        return 0.0
-    return float(abs(got["p"] - expected["p"]) / max(expected["s"] ** 0.5, 1e-30))
+    return 0.0 if got["bits"] == expected["bits"] else relative(got, expected)
 
 
 def _mean(turns: Mapping[Any, _Turn]) -> float | None:

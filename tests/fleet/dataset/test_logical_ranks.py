@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fleet
-from fleet.dataset import parquet, stream, workers
 from fleet.errors import ConfigError, UnsupportedOptionError
 from fleet.job.listener import Listeners
 from fleet.job.logical_workers import LogicalWorkers
+from fleet.job.running import RUNNING
 from fleet.job.util import UtilBase
 from fleet.training.batch_loops import BatchLoops
 from tests.fleet.dataset.files import SLOTS, write_files
@@ -42,8 +42,7 @@ def hosting(hosts: int, host: int, rounds: int = 0) -> Iterator[LogicalWorkers]:
     role = SimpleNamespace(is_worker=lambda: True)
     session = SimpleNamespace(job=job, server_job=None, role_maker=role)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parquet, stream, workers):
-            patch.setattr(module, "running_session", lambda: session)
+        patch.setattr(RUNNING, "session", session)
         yield logical
 
 

@@ -250,7 +250,7 @@ def test_logical_workers_have_the_same_batches_on_any_host(hosts: int, monkeypat
     by_rank = [dealt(43, 2, 5, rank)[0] for rank in range(5)]
     for host in range(hosts):
         logical = LogicalWorkers(5, hosts, host)
-        monkeypatch.setattr("fleet.elastic.sampler._logical_workers", lambda logical=logical: logical)
+        monkeypatch.setattr("fleet.elastic.sampler.running_logical", lambda logical=logical: logical)
         data = Numbers(43)
         sampler = ElasticSampler(data, batch_size=2, seed=3)
         assert (sampler.num_workers, len(sampler)) == (5, 5 * 2), "rounds, whoever hosts them"
@@ -273,7 +273,7 @@ def test_an_epoch_goes_on_with_another_number_of_hosts(hosts: int, monkeypatch: 
     state = {"epoch": 0, "done": 12, "seed": 3, "shuffle": True, "num_samples": 43}
     for host in range(hosts):
         logical = LogicalWorkers(3, hosts, host)
-        monkeypatch.setattr("fleet.elastic.sampler._logical_workers", lambda logical=logical: logical)
+        monkeypatch.setattr("fleet.elastic.sampler.running_logical", lambda logical=logical: logical)
         data = Numbers(43)
         sampler = ElasticSampler(data, batch_size=2, seed=3)
         sampler.load_state_dict(state)
