@@ -29,6 +29,15 @@ def whole(net: torch.nn.Module) -> list[torch.Tensor]:
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in net.parameters()]
 
 
+def run_block(start: str, body: str, label: str) -> dict[str, Any]:
+    """Runs ``body`` after ``start``; returns the names that it leaves. A warning is an error."""
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(start + body, label, "exec"), names)
+    return names
+
+
 def run_blocks(rank: int, world_size: int, page: str, folder: str) -> dict[str, Any]:
     """Runs each block after the first one; returns the weights that each leaves."""
     os.chdir(folder)
@@ -36,10 +45,7 @@ def run_blocks(rank: int, world_size: int, page: str, folder: str) -> dict[str, 
     start = found.pop("start")
     left: dict[str, Any] = {}
     for title, body in found.items():
-        names: dict[str, Any] = {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            exec(compile(start + body, f"{page}: {title}", "exec"), names)
+        names = run_block(start, body, f"{page}: {title}")
         left[title] = whole(names["net"])
         if "average" in names:
             left[f"{title} average"] = whole(names["average"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fleet.strategies.reproducible.tree import whole_nodes
 from tests.helpers.workers import run_workers
 from tests.test_ps_pages import FENCED, shape
 from tests.test_readme import read
-from tests.test_recipes import blocks, whole
+from tests.test_recipes import blocks, run_block, whole
 
 PAGE = "run/reproducible.md"
 CHINESE = "run/reproducible.zh-CN.md"
@@ -29,10 +28,7 @@ def run_blocks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     start = found.pop("start")
     left: dict[str, Any] = {}
     for title, body in found.items():
-        names: dict[str, Any] = {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            exec(compile(start + body, f"{PAGE}: {title}", "exec"), names)
+        names = run_block(start, body, f"{PAGE}: {title}")
         left[title] = [names["losses"], *(whole(names[name]) for name in ("net", "own", "average") if name in names)]
         left[f"{title} buffers"] = [buffer.clone() for buffer in names["net"].buffers()]
         fleet.barrier_worker()

@@ -352,7 +352,7 @@ class ParquetDataset(IterableDataset[dict[str, Tensor]]):
         return self._division
 
     def _parts(self, spans: Sequence[Span], pool: ThreadPoolExecutor, ahead: int) -> Iterator[dict[str, Tensor]]:
-        """Yields the rows of the spans, at most one row group at a time, of which ``pool`` reads some in advance."""
+        """Yields the rows of the spans, at most one row group at a time; ``pool`` reads some in advance."""
         epoch = self.epoch  # set_epoch() may begin the next one while this one is read
         pieces = iter(list(self._pieces(spans, epoch)))
         waiting: deque[Future[dict[str, Tensor]]] = deque()

@@ -205,7 +205,7 @@ def whole_rounds(following: Sequence[Callable[[], _Batch | None]], call: str) ->
     Every process calls it at the same point; each round has a small exchange.
 
     Args:
-        following: return the next batch of a logical worker each; ``None`` where there is none.
+        following: return the next batch of a logical worker each; ``None`` at its end.
         call: the dataset, for errors.
     """
     group = _group_of(running_session(), call)

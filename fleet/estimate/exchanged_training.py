@@ -210,7 +210,7 @@ class LogicalSums(Exchange):
         self._is_last = is_last
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """Holds what is sent and received of a gradient, in the last turn."""
+        """Holds the copies of a gradient that are sent and received, in the last turn."""
         super().note_gradient(parameter)
         if self._is_last:
             copies = self._sent + self._received

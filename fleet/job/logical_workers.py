@@ -11,9 +11,9 @@ and ends it where the loop asks for the next one.
     process 2 hosts 6, 7       turn 6  turn 7         | turn 6 ...
                                ---- round 0 --------- | round 1
 
-A logical worker has nothing of its own that would have to move when the number of processes changes. Its random numbers
-follow from the job's seed, the round and its rank: the generators are started anew with each turn, and with a seed that
-all workers share between two rounds.
+No state of a logical worker has to move when the number of processes changes. Its random numbers follow from the job's
+seed, the round and its rank: the generators are started anew with each turn, and with a seed that all workers share
+between two rounds.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class LogicalWorkers:
         round: the number of rounds that have ended.
         first_round: the round with which the present update has begun.
         place: the index in ``ranks`` of the present turn, or between turns of the next one.
-        count: what the batch of the present turn counts in means over an update: 1, or as ``fleet.mean`` was told.
+        count: the weight of the present batch in means over an update: 1, or as ``fleet.mean`` was told.
         is_counted: whether ``fleet.mean`` was told so, in this turn.
         is_open: whether a turn has begun and not ended.
         is_scheduled: whether a scheduler of torch has set learning rates since the present update began.
         order: a digest of the order of the samples, the same on all processes; 0 without a sampler.
-        kernels: what the bits of this process depend on, by name.
-        loop: what the loop goes over that ends the present turn.
+        kernels: the processor, versions and threads on which the bits of this process depend, by name.
+        loop: the data of the loop that ends the present turn.
         begins: called with the logical rank when a turn begins.
         ends: called when a turn ends; they may raise.
     """
@@ -186,7 +186,7 @@ class LogicalWorkers:
         self.notice_seed()
 
     def leave_loop(self, loop: object) -> None:
-        """Ends the last turn of an update where ``loop`` is left in it, so that what follows draws common numbers."""
+        """Ends the last turn of an update where ``loop`` is left in it, so that later draws are common."""
         if self.loop is loop and self.is_open and self.is_last:
             # A batch without its step() is refused where the next loop begins.
             with suppress(ConfigError):

@@ -31,7 +31,7 @@ class LogicalValues:
     def __init__(self, job: Job, group_of: Callable[[str], dist.ProcessGroup]) -> None:
         self._job = job
         self._group_of = group_of
-        # By call; of a round and a rank: what the batch counts, and the values.
+        # By call, round and rank: the count of the batch, and the values.
         self._rows: dict[tuple[Any, ...], dict[tuple[int, int], list[float]]] = {}
         self._update = -1
         self._turn = (-1, -1)
@@ -107,7 +107,7 @@ class LogicalValues:
 
 
 def _mean(rounds: list[list[list[float]]], column: int) -> float:
-    """Returns the mean of the values at ``column`` of the rows, of which each begins with its count."""
+    """Returns the mean of the values at ``column`` of the rows; a row begins with its count."""
     rows = [row for found in rounds for row in found]
     if all(row[column] == rows[0][column] for row in rows):
         return rows[0][column]  # such as the learning rate: the same, however many processes give it

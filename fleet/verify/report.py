@@ -114,7 +114,7 @@ class Report:
 
 
 def described_options(options: Iterable[str], why: str) -> dict[str, Any]:
-    """Returns the tolerance of each of the ``options``, and the reason; ``why`` is that of the rest."""
+    """Returns the tolerance of each of the ``options``, and the reason; ``why`` is the reason of the rest."""
     made = {}
     for name in options:
         if name in LOCAL:

@@ -1,4 +1,4 @@
-"""BatchCounts: what the batches of an update count, by which the sum of their gradients is divided."""
+"""BatchCounts: the counts of the batches of an update, by whose sum their gradients are divided."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 A backward pass fills ``.grad`` as ever. At its end the gradients are set aside, so that code between ``backward()``
 and ``step()`` finds none that are incomplete; ``step()`` puts them into the tree as those of the logical worker whose
 turn it is. In the last turn they are exchanged while backward runs, bucket by bucket, and ``.grad`` holds the gradient
-of the whole update when it ends: clipping, loss scaling and the update rule see what one process would see. A second
+of the whole update when it ends: clipping, loss scaling and the update rule see the gradient of one process. A second
 backward pass in that turn exchanges again, from the same sums of the earlier turns.
 
 With several optimizers a backward pass may reach parameters of one on some workers and of another on others. Then the
@@ -39,7 +39,7 @@ from fleet.strategies.reproducible.same_kernels import warn_of_other_kernels
 from fleet.strategies.reproducible.tree_bucket import TreeBucket
 
 _MIB = 1024 * 1024
-_AGREED = 1021  # what all must agree on, as a number whose sum over thousands of workers is exact in float32
+_AGREED = 1021  # all agree on a number below it, whose sum over thousands of workers is exact in float32
 
 
 class LogicalGradients(SetAside):
@@ -79,7 +79,7 @@ class LogicalGradients(SetAside):
         self._agreed_before = 0  # of earlier rounds of this update
         self._old: dict[Tensor, Tensor] = {}  # gradients of earlier updates, which nobody has cleared
         self._hooks: list[Any] = []
-        self.rates_of: Callable[[], Callable[[], list[float]] | None] = lambda: None
+        self.rates_of: Callable[[], list[float]] = list
         self._rates_digest = 0  # of the learning rates with which the update began
         logical.begins.append(self._begin_turn)
         logical.ends.append(self._check_stepped)
@@ -100,9 +100,8 @@ class LogicalGradients(SetAside):
         self._has_stepped = self._exchanged = self._was_dropped = False
         if self._logical.place == 0:
             self._stepped = 0
-        rates = self.rates_of()
-        if not self.steps and rates is not None:
-            self._rates_digest = crc32(repr(rates()).encode())
+        if not self.steps:
+            self._rates_digest = crc32(repr(self.rates_of()).encode())
 
     @property
     def is_scheduled(self) -> bool:
@@ -291,7 +290,7 @@ class LogicalGradients(SetAside):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Exchanges what was not sent yet; ``.grad`` is the update's where the round completes one."""
+        """Exchanges the buckets that were not sent yet; ``.grad`` is the update's where the round completes one."""
         self._waits = False
         while self._next < len(self._buckets):
             self._send_next(self.pending.get)
@@ -386,7 +385,7 @@ class LogicalGradients(SetAside):
         """Drops the gradients of the present batch; called when ``.grad`` was cleared."""
         super().clear()
         self._was_dropped = self._exchanged
-        # Every logical worker clears what the update before has left, once.
+        # Every logical worker clears the gradients of the update before, once.
         if not self.steps:
             self._old = {}
 
@@ -399,6 +398,7 @@ class LogicalGradients(SetAside):
             self._hooks = []
             self._buckets = []
             self._bucket_of = {}
+            self.rates_of = list
             self.pending = {}
             self.steps = 0
 

@@ -80,7 +80,7 @@ class Reproducible(StepCounter, GradientKeeper):
     guide = Guide(
         when="A run must be repeated, compared or audited bit by bit, while its number of workers changes.",
         cost="A process with several logical workers runs their batches one after the other, as gradient_merge does; "
-        "sums of up to log2(V / N) + 1 gradients are kept meanwhile. V and N powers of two send as many bytes as "
+        "between them it keeps up to log2(V / N) + 1 sums of gradients. V and N powers of two send as many bytes as "
         "data_parallel, other numbers more. One thread for each process. A loop goes over ElasticSampler(data, "
         "batch_size=B).batches(loader), over a dataset of Fleet, or over fleet.elastic.logical_ranks().",
         formula="g = T(g_0, ..., g_{V-1}) / V; T of n terms is T(the first 2^k) + T(the rest), 2^k the largest below n",
@@ -109,7 +109,7 @@ class Reproducible(StepCounter, GradientKeeper):
         try:
             degrees = {**plan_axes(options, world_size), "ep": options["hybrid_configs"].ep_degree}
         except ConfigError:
-            return None  # hybrid says what is wrong with them
+            return None  # hybrid names the fault
         if divided := [axis for axis in _PARTS if degrees.get(axis, 1) > 1]:
             return (
                 f"'reproducible' is on and the {divided[0]} degree is {degrees[divided[0]]}: these workers hold parts "
@@ -119,7 +119,7 @@ class Reproducible(StepCounter, GradientKeeper):
 
     @classmethod
     def effects(cls, options: Values, world_size: int) -> tuple[str, str]:
-        """Returns the effects, with the hosts, what they keep between turns, and what they send."""
+        """Returns the effects, with the hosts, the sums kept between turns, and the bytes sent."""
         num = options["reproducible_configs"].logical_workers
         if num < world_size:
             return cls.model_effect, cls.optimizer_effect
@@ -258,7 +258,7 @@ def _sizes(blocks: Sequence[range]) -> str:
 
 
 def _sent(num: int, blocks: Sequence[range]) -> str:
-    """Returns what all processes send for an update, beside data_parallel, see [Note: The exchange]."""
+    """Returns the bytes of an update beside those of data_parallel, in words; see [Note: The exchange]."""
     if len(blocks) == 1:
         return ""
     sums = sum(len(list(whole_nodes(num, block))) for block in blocks)

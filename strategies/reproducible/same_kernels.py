@@ -1,4 +1,4 @@
-"""What the bits of a computation depend on beside its inputs: processor, versions, threads, deterministic kernels."""
+"""The conditions of equal bits beside equal inputs: processor, versions, threads, deterministic kernels."""
 
 from __future__ import annotations
 

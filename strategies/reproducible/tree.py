@@ -1,9 +1,9 @@
-"""The order in which the gradients of logical workers are added: one binary tree, whoever hosts which leaves.
+"""The order in which the gradients of logical workers are added: one binary tree, on any hosts of its leaves.
 
 [Note: The tree]
 The leaves are the logical ranks. A node over ``n`` leaves has on its left the largest power of two below ``n`` of them,
 on its right the rest: of 8 leaves ((0 1)(2 3))((4 5)(6 7)), of 6 ((0 1)(2 3))(4 5). A process adds what forms whole
-nodes and sends these; the sums above are made in the same tree by whoever owns a slice. Every sum has the same two
+nodes and sends these; the owner of a slice adds the nodes above in the same tree. Every sum has the same two
 terms on any number of processes, and so the same bits.
 """
 

@@ -3,7 +3,7 @@
 [Note: The exchange]
 A process holds the sums of the largest nodes of the tree over its logical ranks, each in one flat buffer that is
 divided into as many slices as there are processes. It sends slice ``n`` of each of them to process ``n``, which adds
-what it got in the order of the tree, and sends the sum to all others. Where one node covers a block (powers of two), as
+them in the order of the tree, and sends the sum to all others. Where one node covers a block (powers of two), as
 many bytes travel as in a ring: 2 (N - 1) / N of the gradients. Elsewhere the first half is larger: the nodes of a block
 travel apart.
 
@@ -169,7 +169,7 @@ class TreeBucket:
         self._gathered = gather_into(whole, total, group=self._group, async_op=True), whole
 
     def finish(self) -> tuple[dict[Tensor, Tensor], float]:
-        """Returns the gradients of the update, and the sum of the numbers on which all agree, divided likewise."""
+        """Returns the gradients of the update, and the sum of the numbers on which all agree, both divided."""
         assert self._gathered is not None
         work, whole = self._gathered
         self._gathered = None

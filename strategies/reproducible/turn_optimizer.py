@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ class TurnOptimizer(AccumulatingOptimizer):
         self._gradients = gradients
         self._buffers = buffers
         self._rates_before: list[float] = []
-        gradients.rates_of = weakref.WeakMethod(self._rates)
+        gradients.rates_of = self._rates
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Ends a turn; updates at the last one of an update. Returns the closure's loss.

@@ -1,1 +1,1 @@
-"""Reproducible jobs: what each logical worker computes, recorded and compared bit by bit."""
+"""Reproducible jobs: the computations of each logical worker, recorded and compared bit by bit."""

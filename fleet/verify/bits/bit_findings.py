@@ -63,7 +63,7 @@ def _uneven_runs(many: Run, one: Run) -> list[Finding]:
 
 @dataclass
 class _Turn:
-    """What a logical worker computed in one turn, and on which process."""
+    """The computations of a logical worker in one turn, and their process."""
 
     rank: int
     host: int
@@ -142,7 +142,7 @@ class _Update:
                 known = {one["bits"] for one in held.values()}
                 if len(known) < 2:
                     continue
-                # What one process has is right; where no worker has it, worker 0 is believed.
+                # The value of one process is right; where no worker has it, worker 0 is believed.
                 right = expected["bits"] if expected["bits"] in known else held[min(held)]["bits"]
                 host = next(host for host, one in held.items() if one["bits"] != right)
                 sentence = (
@@ -252,7 +252,7 @@ class _Update:
 
 
 def _turns(update: Mapping[str, Any], host: int) -> dict[tuple[int, int], _Turn]:
-    """Returns the turns of ``update`` by round and logical rank, each with what it drew."""
+    """Returns the turns of ``update`` by round and logical rank, each with its draws."""
     found: dict[tuple[int, int], _Turn] = {}
     begins = [turn["drawn"] for turn in update["turns"].values()]
     for (key, made), end in zip(update["turns"].items(), [*begins[1:], len(update["draws"])], strict=False):

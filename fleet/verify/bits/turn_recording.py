@@ -1,4 +1,4 @@
-"""What each logical worker of a reproducible job computes in its turns, with digests that tell every bit."""
+"""The computations of each logical worker of a reproducible job, with digests that tell every bit."""
 
 from __future__ import annotations
 

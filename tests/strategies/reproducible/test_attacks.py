@@ -272,21 +272,6 @@ class Late(nn.Module):
         return self.linear(x - self.mean)
 
 
-def test_a_buffer_of_the_first_forward_is_refused() -> None:
-    start()
-    net = Late()
-    optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
-    model = fleet.distributed_model(net)
-
-    def train() -> None:
-        for _ in fleet.elastic.logical_ranks():
-            model(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
-
-    with pytest.raises(ConfigError, match=r"1 buffers were registered since the round began.*__init__\(\)"):
-        train()
-
-
 def _other_orders(rank: int, world_size: int) -> str:
     own = Training()
     own.sampler = ElasticSampler(own.data, batch_size=4, seed=rank)
@@ -317,9 +302,16 @@ class Growing(nn.Module):
         return self.linear(x - self.rows.mean(0))
 
 
-def test_a_buffer_that_grows_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Late, r"1 buffers were registered since the round began.*__init__\(\)"),
+        (Growing, r"buffer of shape \[1, 4\] has the shape \[2, 4\].*keep their shapes"),
+    ],
+)
+def test_buffers_that_a_forward_makes_or_grows_are_refused(kind: type[nn.Module], said: str) -> None:
     start()
-    net = Growing()
+    net = kind()
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1))
     model = fleet.distributed_model(net)
 
@@ -328,7 +320,7 @@ def test_a_buffer_that_grows_is_refused() -> None:
             model(torch.ones(2, 4)).mean().backward()
             optimizer.step()
 
-    with pytest.raises(ConfigError, match=r"buffer of shape \[1, 4\] has the shape \[2, 4\].*keep their shapes"):
+    with pytest.raises(ConfigError, match=said):
         train()
 
 
