@@ -86,7 +86,9 @@ class ElasticSampler(Sampler[int]):
         if not _is_whole(rank) or rank >= num_workers:
             raise ConfigError(f"ElasticSampler(rank={rank!r}) takes a rank from 0 to {num_workers - 1}.")
         if batch_size is not None and (not _is_whole(batch_size) or batch_size < 1):
-            raise ConfigError(f"ElasticSampler(batch_size={batch_size!r}) takes the number of samples of a batch, from 1.")
+            raise ConfigError(
+                f"ElasticSampler(batch_size={batch_size!r}) takes the number of samples of a batch, an integer from 1."
+            )
         if self._logical is not None and batch_size is None:
             raise ConfigError(
                 "ElasticSampler(data) deals samples, and with 'reproducible' logical workers get whole batches. Write "
