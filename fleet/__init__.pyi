@@ -297,11 +297,12 @@ def distributed_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | 
 def distributed_scaler(scaler: Any) -> Any:
     """Returns ``scaler``, a ``torch.amp.GradScaler``, which from then on skips the same steps on all workers.
 
-    With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
+    While batches of one update add up, its scale stays. With ``strategy.amp`` on, amp leaves the scaling of the
+    loss to it. A scaler that was not passed is treated so from the first step that it makes.
 
     Raises:
         NotInitializedError: before ``fleet.init``.
-        ConfigError: ``scaler`` is not a GradScaler, or gradient_merge is on without amp.
+        ConfigError: ``scaler`` is not a GradScaler; gradients of several batches add up and amp is off; dgc is on.
 
     Example:
         >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())

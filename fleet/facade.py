@@ -31,7 +31,7 @@ from fleet.ps_job.inference_model import save_model
 from fleet.ps_job.version_mark import mark_version
 from fleet.role_maker import RoleMakerBase
 from fleet.strategies.amp.amp import Amp
-from fleet.strategies.amp.amp_optimizer import share_scaler
+from fleet.strategies.amp.explicit_scaler import share_scaler
 from fleet.trackers.run_log import RunLog
 from fleet.training.fleet_model import FleetModel
 from fleet.training.fleet_optimizer import FleetOptimizer
@@ -331,11 +331,12 @@ class Fleet:
     def distributed_scaler(self, scaler: Any) -> Any:
         """Returns ``scaler``, a ``torch.amp.GradScaler``, which from then on skips the same steps on all workers.
 
-        With ``strategy.amp`` on, amp leaves the scaling of the loss to it.
+        While batches of one update add up, its scale stays. With ``strategy.amp`` on, amp leaves the scaling of the
+        loss to it. A scaler that was not passed is treated so from the first step that it makes.
 
         Raises:
             NotInitializedError: before ``fleet.init``.
-            ConfigError: ``scaler`` is not a GradScaler, or gradient_merge is on without amp.
+            ConfigError: ``scaler`` is not a GradScaler; gradients of several batches add up and amp is off; dgc is on.
 
         Example:
             >>> scaler = fleet.distributed_scaler(torch.amp.GradScaler())

@@ -89,8 +89,8 @@ class Dgc(Strategy):
         """Raises ConfigError for a scaler that is on: entries held back would have an older scale."""
         if scaler.is_enabled():
             raise ConfigError(
-                "fleet.distributed_scaler() was called with dgc on: dgc keeps unsent gradients from step to step, and "
-                "the scaler changes their scale. Train in bfloat16 without a scaler, or turn dgc off."
+                "A GradScaler scales the loss with dgc on: dgc keeps unsent gradients from step to step, and the "
+                "scaler changes their scale. Train in bfloat16 without a scaler, or turn dgc off."
             )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:

@@ -93,6 +93,10 @@ class GradientMerge(GradientKeeper):
         for window in self._windows:
             window.note_parameters()
 
+    def merges(self) -> bool:
+        """Returns whether ``k_steps`` is above 1."""
+        return bool(self.config.k_steps > 1)
+
     def averaged_batches(self) -> int:
         """Returns ``k_steps``, unless gradients are only added up."""
         return int(self.config.k_steps) if self.config.avg else 1

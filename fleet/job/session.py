@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -30,6 +30,7 @@ from fleet.strategies._shared.experts import share_experts
 from fleet.strategies._shared.mesh import make_mesh, plan_axes, plan_expert_axes
 from fleet.strategies._shared.parameter_layout import layout_of, mark_parts
 from fleet.strategies._shared.renormalized import check_counted, check_renormalized
+from fleet.strategies.amp.explicit_scaler import follow_scalers
 from fleet.strategies.pipeline import Pipeline
 from fleet.strategies.pipeline.descriptions import StagedLayers
 from fleet.training.fleet_model import FleetModel
@@ -58,6 +59,7 @@ class Session:
     server_job: ServerJob | None = None
     _moved: set[Tensor] = field(default_factory=set)  # parameters that distributed_model moved to the GPU
     _norms: norm.MeshNorm | None = None
+    _unfollow_scalers: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.job.models = self.models
@@ -70,6 +72,7 @@ class Session:
         self._make_strategies()
         self.role_maker.set_util(self.job.util)
         self.job.listeners.add(_StrategiesHear(self))
+        self._unfollow_scalers = follow_scalers(self.job)
 
     @property
     def options(self) -> DistributedStrategy:
@@ -238,6 +241,7 @@ class Session:
             strategy.close()
         self._use([])
         norm.remove(self._norms)
+        self._unfollow_scalers()
         if self.server_job is not None:
             self.server_job.close()
 

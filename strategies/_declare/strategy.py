@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from fleet.errors import ConfigError
 from fleet.strategies._declare.fields import Config, FieldRule, Values
 
 if TYPE_CHECKING:
@@ -212,6 +213,19 @@ class GradientKeeper(Strategy):
     def held_gradients(self, parameters: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
         """Returns the gradients of ``parameters`` that it keeps outside of ``.grad`` until an update."""
         return ()
+
+    def merges(self) -> bool:
+        """Returns whether an update takes the gradients of several calls of ``step()``."""
+        return True
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Raises ConfigError for a scaler without amp, since a step that it skips would not be counted."""
+        if self.merges() and scaler.is_enabled() and not self.job.options["amp"]:
+            raise ConfigError(
+                f"A GradScaler scales the loss with {self.name} on and amp off: a step that the scaler skips would not "
+                "be counted, and an update takes the gradients of a number of them. Set strategy.amp = True as well; "
+                "amp then leaves the scaling to the scaler."
+            )
 
 
 def top_level(group: type[Config]) -> type[Config]:

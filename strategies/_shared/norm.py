@@ -13,9 +13,6 @@ A worker that has no gradient takes part: its frozen stage would leave the other
 parameter, and would return another norm on every worker. While a session divides a model, the function that both call
 is replaced inside its decorator, so that names which a script has imported before reach it too. Tensors that are
 neither parameters nor gradients of the session are treated as before.
-
-A plain ``GradScaler`` would skip a step on the worker that has found an inf, and step on the others: parts of one
-model would go apart. Its look at the gradients is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 
 from fleet.errors import ConfigError
@@ -178,18 +174,6 @@ class MeshNorm:
         owners = self.owners(tensors)
         return norms(list(tensors), [t if owner is None else owner for t, owner in zip(tensors, owners, strict=True)])
 
-    def agreed(self, optimizer: Any, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Returns whether a GradScaler has ``found`` an inf in gradients of ``optimizer`` on any worker of the job."""
-        job = self._job
-        known = {id(p) for parameters in job.parameter_sets() for p in parameters}
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self.axes.size(*MODEL_AXES, "ep") == 1 or not any(id(p) in known for p in parameters):
-            return found
-        mine = torch.zeros((), device=job.device)
-        for value in found.values():
-            mine = torch.maximum(mine, value.to(job.device))
-        return {job.device: everywhere(mine, job.process_group)}
-
     @contextmanager
     def only_owned(self) -> Iterator[None]:
         """While it is open, a gradient is on the one worker along ``sharding`` that owns its parameter."""
@@ -243,20 +227,10 @@ def install(norms_of_session: MeshNorm) -> None:
             )
         return total
 
-    unscale = GradScaler._unscale_grads_
-
-    def agree(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found = unscale(scaler, optimizer, *args, **kwargs)
-        # A scaler that fleet.distributed_scaler() returned agrees by itself.
-        return found if "fleet_shared" in scaler.__dict__ else norms_of_session.agreed(optimizer, found)
-
     def restore() -> None:
         cell.cell_contents = plain
-        if vars(GradScaler)["_unscale_grads_"] is agree:
-            setattr(GradScaler, "_unscale_grads_", unscale)  # noqa: B010  # mypy refuses to assign to a method
 
     cell.cell_contents = over_mesh
-    setattr(GradScaler, "_unscale_grads_", agree)  # noqa: B010
     _installed.append((norms_of_session, restore))
 
 

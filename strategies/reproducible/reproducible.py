@@ -165,12 +165,13 @@ class Reproducible(StepCounter, GradientKeeper):
             )
 
     def use_scaler(self, scaler: Any) -> None:
-        """Raises ConfigError: a GradScaler looks at the gradients of each batch."""
-        raise ConfigError(
-            "fleet.distributed_scaler(): a GradScaler looks for gradients at each scaler.step(), and with "
-            "'reproducible' they are complete at the last batch of an update. Set strategy.amp = True: it scales the "
-            "loss by itself."
-        )
+        """Raises ConfigError without amp, and in a batch: amp has scaled some of the update, on each process others."""
+        super().use_scaler(scaler)
+        if scaler.is_enabled() and self._logical.is_open:
+            raise ConfigError(
+                "A GradScaler steps that fleet.distributed_scaler() was not told of. With 'reproducible' all batches "
+                "of an update have one scale: write scaler = fleet.distributed_scaler(scaler) before the loop."
+            )
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Returns ``model``, which starts from worker 0's parameters and buffers, as the seed of the job does."""

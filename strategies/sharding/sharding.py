@@ -348,6 +348,10 @@ class Sharding(StepCounter, GradientKeeper):
         everyone.append(accumulator)
         return AccumulatingOptimizer(optimizer, accumulator)
 
+    def merges(self) -> bool:
+        """Returns whether ``gradient_merge_acc_step`` is above 1."""
+        return self._per_update > 1
+
     def averaged_batches(self) -> int:
         """Returns ``gradient_merge_acc_step``."""
         return self._per_update

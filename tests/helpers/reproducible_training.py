@@ -23,11 +23,12 @@ from fleet.errors import FleetError
 from fleet.optimizer.optimizer_arguments import with_steps_before
 from tests.properties.pool import end_of_draw
 
-__all__ = ["Case", "Training", "bits_of", "differing_bits", "plain_torch", "train_all"]
+__all__ = ["SCALED", "Case", "Training", "bits_of", "differing_bits", "plain_torch", "train_all"]
 
 ROUNDS = 6  # of an epoch; 1, 2 and 3 of them divide it
 WIDTH, CLASSES = 48, 10
 SEED = 5
+SCALED = "scaled"  # the loop with a GradScaler, which takes amp
 CLIP = 0.05  # small enough to act in every update
 
 
@@ -279,6 +280,10 @@ class Training:
         self.optimizer = fleet.distributed_optimizer(optimizer_of(case, self.net))
         self.model = fleet.distributed_model(self.net)
         self.scheduler = SCHEDULES[case.schedule](self.optimizer) if case.schedule else None
+        if case.loop == SCALED:
+            # In float16 the first update overflows, and is skipped.
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-24, growth_interval=1)
+            self.scaler = fleet.distributed_scaler(scaler)
         self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.7)) if case.averages else None
         data = rows_of(case)
         self.sampler = ElasticSampler(data, batch_size=case.batch, seed=1)
@@ -383,6 +388,17 @@ def _two_passes(at: Training, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def _scaled(at: Training, x: Tensor, y: Tensor) -> Tensor:
+    loss = at.loss(x, y)
+    at.scaler.scale(loss).backward()
+    at.scaler.unscale_(at.optimizer)
+    at.clip()
+    at.scaler.step(at.optimizer)
+    at.scaler.update()
+    at.optimizer.zero_grad()
+    return loss
+
+
 def _evaluates(at: Training, x: Tensor, y: Tensor) -> Tensor:
     at.model.eval()
     with torch.no_grad():
@@ -397,6 +413,7 @@ LOOPS = {
     "fleet_eager": _fleet_eager,
     "two_passes": _two_passes,
     "evaluates": _evaluates,
+    SCALED: _scaled,
 }
 
 

@@ -89,13 +89,16 @@ def test_a_scaler_without_amp_unscales_fused_optimizers() -> None:
     torch.testing.assert_close(flat(net), flat(reference), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("overflow", [None, 1, 4])
-def test_a_scaler_with_gradient_merge(overflow: int | None) -> None:
+def test_a_scaler_with_gradient_merge(overflow: int | None, told: bool) -> None:
     """A.7: batches inside a window are counted and leave the scale alone; an inf skips its window, which ends."""
     start({"dtype": "float16"}, gradient_merge=True, gradient_merge_configs={"k_steps": 3})
     net = net_of()
     model, optimizer = wrapped(net, fast_sgd(net))
-    scaler = fleet.distributed_scaler(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    if told:
+        fleet.distributed_scaler(scaler)
     moved, scales = [], []
     for batch, x in enumerate(batches(9)):
         before = flat(net)
@@ -117,19 +120,82 @@ def test_a_scaler_with_gradient_merge(overflow: int | None) -> None:
 
 
 def test_what_distributed_scaler_refuses() -> None:
-    """B.4: something that is no scaler, and merging without amp, where a skipped step would not be counted."""
+    """B.4: something that is no scaler."""
     start({})
     with pytest.raises(ConfigError, match=r"takes a torch.amp.GradScaler, got 3"):
         fleet.distributed_scaler(3)
+
+
+def begin(**options: Any) -> None:
+    """Starts a job with ``options``."""
     strategy = fleet.DistributedStrategy()
-    strategy.gradient_merge = True
-    strategy.gradient_merge_configs = {"k_steps": 2}
+    strategy.update(options)
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
-    with pytest.raises(ConfigError, match="gradient_merge on and amp off"):
-        fleet.distributed_scaler(torch.amp.GradScaler("cpu"))
 
 
-def explicit_on_two(rank: int, world_size: int, amp: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, "with gradient_merge on and amp off"),
+        (
+            {"sharding": True, "sharding_configs": {"stage": 1, "gradient_merge_acc_step": 2}},
+            "with sharding on and amp off",
+        ),
+        ({"dgc": True}, "with dgc on: dgc keeps unsent gradients"),
+    ],
+)
+def test_where_a_skipped_step_or_a_new_scale_would_be_wrong(told: bool, options: dict[str, Any], text: str) -> None:
+    """A.7: a skipped step is not counted without amp; a scaler is refused, whether fleet was told of it or not."""
+    begin(**options)
+    net = net_of()
+    model, optimizer = wrapped(net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9))
+    scaler = torch.amp.GradScaler("cpu")
+    before = flat(net)
+    act = (lambda: fleet.distributed_scaler(scaler)) if told else (lambda: explicit(model, optimizer, scaler, 1))
+    with pytest.raises(ConfigError, match=f"A GradScaler scales the loss {text}"):
+        act()
+    assert torch.equal(flat(net), before)
+
+
+def test_a_scaler_that_is_off_is_taken() -> None:
+    begin(gradient_merge=True, gradient_merge_configs={"k_steps": 2})
+    net = net_of()
+    model, optimizer = wrapped(net, sgd(net))
+    explicit(model, optimizer, fleet.distributed_scaler(torch.amp.GradScaler("cpu", enabled=False)), 2)
+
+
+def test_a_scaler_follows_its_optimizer_to_a_later_job() -> None:
+    """In the second job, not the first, batches are merged."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for options, scales in (
+        ({}, 2.0**13),
+        ({"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}}, 2.0**14),
+    ):
+        begin(amp=True, amp_configs={"dtype": "float16"}, **options)
+        net = net_of()
+        model, optimizer = wrapped(net, sgd(net))
+        explicit(model, optimizer, scaler, 3)
+        assert scaler.get_scale() == scales
+
+
+def test_parameters_outside_of_the_job_stay_torchs() -> None:
+    start({})
+    net = net_of()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    explicit(net, sgd(net), scaler, 2)
+    assert not hasattr(scaler, "fleet_job")
+
+
+def test_a_job_gives_torch_its_look_back() -> None:
+    for _ in range(3):
+        start({})
+    look = vars(torch.amp.GradScaler)["_unscale_grads_"]
+    assert hasattr(look, "__wrapped__")
+    assert not hasattr(look.__wrapped__, "__wrapped__")
+
+
+def explicit_on_two(rank: int, world_size: int, amp: bool, told: bool) -> dict[str, Any]:
     """Trains localsgd with an explicit scaler; the second worker overflows at the third step."""
     strategy = fleet.DistributedStrategy()
     strategy.localsgd = True
@@ -140,7 +206,9 @@ def explicit_on_two(rank: int, world_size: int, amp: bool) -> dict[str, Any]:
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")
     net = net_of()
     model, optimizer = wrapped(net, fast_sgd(net))
-    scaler = fleet.distributed_scaler(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    if told:
+        fleet.distributed_scaler(scaler)
     scales = []
     for step, x in enumerate(batches(6, rank)):
         loss = small_loss(model(x)) * (float("inf") if (step, rank) == (2, 1) else 1.0)
@@ -153,10 +221,11 @@ def explicit_on_two(rank: int, world_size: int, amp: bool) -> dict[str, Any]:
     return {"scales": scales, "weights": flat(net)}
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("amp", [True, False])
-def test_workers_agree_through_the_explicit_scaler(amp: bool) -> None:
+def test_workers_agree_through_the_explicit_scaler(amp: bool, told: bool) -> None:
     """A.2: found_inf is the maximum over the workers, so no worker waits for one that skipped."""
-    first, second = run_workers(explicit_on_two, 2, amp, backend=None)
+    first, second = run_workers(explicit_on_two, 2, amp, told, backend=None)
     assert first["scales"] == second["scales"] == [1024.0, 1024.0, *[512.0] * 4]
     torch.testing.assert_close(first["weights"], second["weights"], atol=0, rtol=0)
 

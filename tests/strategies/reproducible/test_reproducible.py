@@ -16,7 +16,7 @@ from fleet.strategies import REGISTRY
 from fleet.strategies._declare.strategy_plan import plan
 from fleet.strategies.reproducible import Reproducible
 from tests.helpers.workers import run_workers
-from tests.strategies.reproducible.turns import network, rows, sgd, start, train, turns, weights, wrapped
+from tests.strategies.reproducible.turns import network, rows, sgd, square, start, train, turns, weights, wrapped
 
 CONFLICTS = {
     "localsgd": "its workers train on their own",
@@ -104,11 +104,29 @@ def test_lbfgs_is_refused() -> None:
         fleet.distributed_optimizer(torch.optim.LBFGS(net.parameters()))
 
 
-def test_a_grad_scaler_is_refused() -> None:
-    start(2)
-    wrapped(network())
-    with pytest.raises(ConfigError, match=r"looks for gradients at each scaler.step\(\).*Set strategy.amp = True"):
-        fleet.distributed_scaler(torch.amp.GradScaler("cpu"))
+def scaled_turn(told: bool, **options: Any) -> None:
+    """Trains a turn with a GradScaler."""
+    start(2, **options)
+    model, optimizer = wrapped(network())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    if told:
+        fleet.distributed_scaler(scaler)
+    for rank in fleet.elastic.logical_ranks():
+        scaler.scale(square(model, 0, rank)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_grad_scaler_without_amp_is_refused(told: bool) -> None:
+    with pytest.raises(ConfigError, match=r"loss with reproducible on and amp off.*Set strategy.amp = True"):
+        scaled_turn(told)
+
+
+def test_a_grad_scaler_is_told_of_before_the_loop() -> None:
+    scaled_turn(True, amp=True)
+    with pytest.raises(ConfigError, match=r"was not told of.*all batches of an update have one scale: write scaler ="):
+        scaled_turn(False, amp=True)
 
 
 @pytest.mark.parametrize(("key", "value"), [("logical_workers", 0), ("threads", 0)])
