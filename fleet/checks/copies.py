@@ -286,7 +286,7 @@ def sketch(tensors: Sequence[Tensor]) -> list[float]:
 
 @functools.cache
 def _signs_on(device: torch.device) -> Tensor:
-    return torch.stack([(weights_on(device) >> bit + 8 & 1) * 2.0 - 1 for bit in range(_SKETCH)])
+    return torch.stack([(weights_on(device) >> bit + 8 & 1).float() * 2 - 1 for bit in range(_SKETCH)])
 
 
 def distance_of(one: Sequence[float], other: Sequence[float]) -> float:

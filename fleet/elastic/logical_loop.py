@@ -56,18 +56,20 @@ class NumberedBatches:
     """A batch sampler that yields a :class:`NumberedBatch` of ``size`` samples after the other.
 
     Args:
-        places: the positions of the samples, batch after batch.
+        places: begins a pass, and returns the positions of its samples, batch after batch.
         size: samples in a batch.
-        numbers: returns the numbers of the batches of a pass; called after a pass over ``places`` has begun.
+        numbers: returns the numbers of the batches of a pass that has begun.
     """
 
-    def __init__(self, places: Iterable[int], size: int, numbers: Callable[[], Iterator[tuple[int, ...]]]) -> None:
+    def __init__(
+        self, places: Callable[[], Iterator[int]], size: int, numbers: Callable[[], Iterator[tuple[int, ...]]]
+    ) -> None:
         self._places = places
         self._size = size
         self._numbers = numbers
 
     def __iter__(self) -> Iterator[NumberedBatch]:
-        places = iter(self._places)
+        places = self._places()
         for number in self._numbers():
             batch = NumberedBatch(next(places) for _ in range(self._size))
             batch.number = number

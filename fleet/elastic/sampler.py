@@ -190,7 +190,10 @@ class ElasticSampler(Sampler[int]):
             self._logical.begin_loop()
             self._logical.order = crc32(repr((self.num_samples, self.seed, self.shuffle, self.epoch)).encode())
             if self._numbered is None or self._numbered[0] is not loader:
-                self._numbered = loader, numbered_loader(loader, NumberedBatches(self, batch_size, self._numbers))
+                self._numbered = (
+                    loader,
+                    numbered_loader(loader, NumberedBatches(self._begin_pass, batch_size, self._numbers)),
+                )
             return self._counted(turns(self._logical, self, iter(self._numbered[1])), batch_size)
         # A loader draws a number from torch's generator when it starts; in a resumed epoch that has already happened,
         # and with persistent workers in the first epoch.
@@ -218,6 +221,15 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Iterates over this worker's share of the rest of the epoch; after its end, over the epoch again."""
+        if self._logical is not None and running_logical() is self._logical:
+            raise ConfigError(
+                "The loader of an ElasticSampler was iterated by itself, and with 'reproducible' its batches belong to "
+                "logical workers, some of whom this process hosts. Train over sampler.batches(loader). For what is "
+                "equal on all processes, as an evaluation or update_bn(), make another DataLoader without this sampler."
+            )
+        return self._begin_pass()
+
+    def _begin_pass(self) -> Iterator[int]:
         # Resumed at the end of an epoch, a run gets an empty pass, and not the epoch again.
         begins_anew = self.done >= self._end() and not self._is_resumed
         self._again += begins_anew

@@ -144,6 +144,14 @@ class LogicalWorkers:
         """Ends the present turn, if there is one: the loop asks for its next batch."""
         if not self.is_open:
             return
+        if self.is_amid_update and torch.initial_seed() != self._known_seed:
+            raise ConfigError(
+                f"torch.manual_seed({torch.initial_seed()}) was called in the batch of logical worker {self.rank}, "
+                "which completes no update. With 'reproducible' each batch draws numbers of its own from the job's "
+                "seed; a seed that counts batches, or follows from the process, would make them depend on the number "
+                "of processes. Call it before the loop, between epochs, or where fleet.update_loss(loss) has returned "
+                "a number."
+            )
         for end in self.ends:
             end()
         self.is_open = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -152,6 +153,12 @@ class Session:
             raise ConfigError("distributed_model() was called with a model that it had returned; pass your module.")
         if not isinstance(module, nn.Module):
             raise ConfigError(f"distributed_model() takes a torch.nn.Module, got {module!r}.")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"distributed_model() got a {type(module).__name__} of torch.jit, whose methods Python cannot wrap. "
+                "Pass the module that you gave to torch.jit.script() or torch.jit.trace(); strategy.to_static compiles "
+                "it."
+            )
         check_placement(module, self.job.device)
         acting = [strategy.name for strategy in self.strategies if not isinstance(strategy, JobKind)]
         if acting and any(model.module is module for model in self.models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fleet.common.log import LOGGER
 from fleet.job.job import Job
 from fleet.job.listener import Listener
 from fleet.job.wrapped_model import WrappedModel
@@ -66,7 +68,14 @@ class BatchLoops(Listener):
         self._stop = watch_loaders(told) if job.collective and job.world_size > 1 else None
 
     def close(self) -> None:
-        """Stops watching DataLoaders."""
+        """Stops watching DataLoaders, and says where batches have waited for an update in vain."""
+        logical = self._job.logical
+        is_left = logical is not None and (logical.is_amid_update if logical.is_open else bool(logical.place))
+        if logical is not None and is_left and getattr(sys, "last_value", None) is None:  # an error has said more
+            LOGGER.warning(
+                f"The training has ended after {logical.place + logical.is_open} of {len(logical.ranks)} batches of an "
+                "update; their gradients were not used. Leave the loop where fleet.update_loss(loss) returns a number."
+            )
         if self._stop is not None:
             self._stop()
 

@@ -51,6 +51,8 @@ class FleetOptimizer(OptimizerWrapper, UsersClass):  # type: ignore[misc]
             if any(model._redirected for model in job.models):
                 check_outside(job.models, "optimizer.step()")
             self.follow_groups()
+            if not has_closure:
+                self.exchange_missing()  # workers inside backward() wait for it, and meet the others below
             for listener in job.listeners.hearing["before_step"]:
                 listener.before_step(self, has_closure)
             # Counted, not a flag: a closure may step another optimizer of the job.

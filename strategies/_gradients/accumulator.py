@@ -112,6 +112,9 @@ class Accumulator:
             "backward before step(), or leave gradient_merge_acc_step and accumulate_steps at 1."
         )
 
+    def exchange_missing(self) -> None:
+        """Called before ``step()``, where other workers may wait for the exchange of a batch without backward."""
+
     def end_batch(self) -> bool:
         """Ends a batch; returns whether it completes an update, and the gradients of all its batches are in ``.grad``.
 
@@ -316,6 +319,11 @@ class AccumulatingOptimizer(OptimizerWrapper):
         else:
             self.note_step()
         return loss
+
+    def exchange_missing(self) -> None:
+        """Takes part in the exchange that a batch without a backward pass has left out."""
+        self._accumulator.exchange_missing()
+        super().exchange_missing()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the present batch; those of earlier batches stay where they wait."""

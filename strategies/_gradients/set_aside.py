@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fleet.errors import CheckpointError, ConfigError
 from fleet.strategies._gradients.accumulator import Accumulator, refuse_disagreement
@@ -78,7 +79,15 @@ class SetAside(Accumulator):
         self._leftover: set[Tensor] = set()
 
     def take(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        """Merges the gradients of ``parameters``, in place of any other accumulator."""
+        """Merges the gradients of ``parameters``, in place of any other accumulator.
+
+        Raises ConfigError where a parameter has no shape before the first forward of its layer.
+        """
+        if any(is_lazy(parameter) for parameter in parameters()):
+            raise ConfigError(
+                f"distributed_optimizer(): a parameter of a lazy layer has no shape before its first forward, and "
+                f"{self.option} keeps gradients of several batches. Run the model on a batch first."
+            )
         super().take(parameters)
         self._watch(parameters())
 

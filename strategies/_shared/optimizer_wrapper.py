@@ -77,6 +77,11 @@ class OptimizerWrapper(Optimizer):
         """Steps the optimizer inside."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
+    def exchange_missing(self) -> None:
+        """Takes part in the exchange that a batch without a backward pass has left out."""
+        if isinstance(self.optimizer, OptimizerWrapper):
+            self.optimizer.exchange_missing()
+
     def has_new_gradients(self) -> bool:
         """Returns whether a strategy keeps gradients out of ``.grad`` that came since the last step."""
         return isinstance(self.optimizer, OptimizerWrapper) and self.optimizer.has_new_gradients()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fleet.job.job import Job
 
 _LOOK = "_unscale_grads_"
+_followed: list[Job] = []  # the open ones, the newest last
 
 
 def share_scaler(scaler: Any, job: Job, strategies: Sequence[Strategy]) -> Any:
@@ -53,21 +54,33 @@ def follow_scalers(job: Job) -> Callable[[], None]:
 
     See [Note: Scalers that nobody told of].
     """
+    _followed.append(job)
+    if len(_followed) == 1:
+        _replace_look()
+
+    def end() -> None:
+        if job not in _followed:
+            return  # a session may be closed twice
+        _followed.remove(job)
+        if not _followed:
+            setattr(GradScaler, _LOOK, vars(GradScaler)[_LOOK].__wrapped__)
+
+    return end
+
+
+def _replace_look() -> None:
     look = vars(GradScaler)[_LOOK]
 
     @wraps(look)
     def share_and_look(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(scaler, "fleet_job", None) is job or not _concerns(job, optimizer):
+        # A new job begins before the old one ends.
+        job = next((job for job in reversed(_followed) if _concerns(job, optimizer)), None)
+        if job is None or getattr(scaler, "fleet_job", None) is job:
             return look(scaler, optimizer, *args, **kwargs)
         share_scaler(scaler, job, job.strategies)
         return getattr(scaler, _LOOK)(optimizer, *args, **kwargs)
 
-    def end() -> None:
-        if vars(GradScaler)[_LOOK] is share_and_look:
-            setattr(GradScaler, _LOOK, look)
-
     setattr(GradScaler, _LOOK, share_and_look)
-    return end
 
 
 def _share(scaler: Any) -> None:
@@ -102,7 +115,7 @@ def _share(scaler: Any) -> None:
 
 def _concerns(job: Job, optimizer: Any) -> bool:
     """Returns whether ``optimizer`` steps parameters of ``job``."""
-    if isinstance(optimizer, OptimizerWrapper):
+    if any(optimizer is one for one in job.optimizers):
         return True
     known = {id(p) for parameters in job.parameter_sets() for p in parameters}
     return any(id(p) in known for p in _parameters(optimizer))

@@ -79,8 +79,8 @@ class LogicalGradients(SetAside):
         self._agreed_before = 0  # of earlier rounds of this update
         self._old: dict[Tensor, Tensor] = {}  # gradients of earlier updates, which nobody has cleared
         self._hooks: list[Any] = []
-        self.rates_of: Callable[[], list[float]] = list
-        self._rates_digest = 0  # of the learning rates with which the update began
+        self.settings_of: Callable[[], dict[str, Any]] = dict
+        self._settings_digest = 0  # of the learning rates and other settings with which the update began
         logical.begins.append(self._begin_turn)
         logical.ends.append(self._check_stepped)
 
@@ -101,7 +101,7 @@ class LogicalGradients(SetAside):
         if self._logical.place == 0:
             self._stepped = 0
         if not self.steps:
-            self._rates_digest = crc32(repr(self.rates_of()).encode())
+            self._settings_digest = crc32(repr(self.settings_of()).encode())
 
     @property
     def is_scheduled(self) -> bool:
@@ -111,12 +111,20 @@ class LogicalGradients(SetAside):
     def _check_stepped(self) -> None:
         """Raises ConfigError where a loop goes on to its next batch and has not stepped on this one."""
         # An optimizer may rest for a whole round, in which its gradients are cleared.
+        others = [one for one in self._everyone if isinstance(one, LogicalGradients) and one.has_stepped]
+        if self.pending and others and not self.has_stepped:
+            raise ConfigError(
+                f"A loss on the batch of logical worker {self._logical.rank} has left gradients in the parameters of "
+                f"optimizer {self._place + 1} (in the order of the calls of distributed_optimizer()), which did not "
+                f"step; optimizer {others[0]._place + 1} did. Call zero_grad() of optimizer {self._place + 1} on each "
+                "batch too, or let the loss train one model: loss.backward(inputs=list(net.parameters()))."
+            )
         if self.pending or self._stepped not in (0, self._logical.place + 1):
             raise ConfigError(
                 f"The loop asks for its next batch, and optimizer.step() was not called on that of logical worker "
                 f"{self._logical.rank}. With 'reproducible' every batch is followed by step(), which updates at the "
-                "last one of an update. To merge batches, set strategy.gradient_merge; to skip one, multiply its loss "
-                "by 0."
+                "last one of an update. To merge batches, set strategy.gradient_merge; to skip one, leave its "
+                "backward() out."
             )
 
     def _check_turn(self, call: str) -> None:
@@ -140,7 +148,8 @@ class LogicalGradients(SetAside):
             raise ConfigError(
                 f"step() was called on the batch of logical worker {logical.rank}, and {self._stepped} of this round's "
                 f"batches were stepped on before it, where {logical.place} are due: call step() of an optimizer once "
-                "on each batch of an update, or on none."
+                "on each batch of an update, or on none, before the loop takes the next batch (a prefetcher takes it "
+                "too early)."
             )
 
     # ---- a backward pass ------------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ class LogicalGradients(SetAside):
 
     def _agreed(self) -> int:
         logical = self._logical
-        return (logical.seed + logical.round + logical.order + self._rates_digest + 97 * self._place) % _AGREED
+        return (logical.seed + logical.round + logical.order + self._settings_digest + 97 * self._place) % _AGREED
 
     @torch.no_grad()
     def _set_aside(self, exchanged: bool = False) -> None:
@@ -321,13 +330,23 @@ class LogicalGradients(SetAside):
         if abs(agreed - expected) > 0.5:
             raise ConfigError(
                 "The workers exchange gradients of different updates, with different learning rates or seeds, or of "
-                "ElasticSamplers of different seeds, lengths or epochs. With 'reproducible' no worker skips a batch "
-                "(multiply its loss by 0), all set the same rates, by fleet.update_loss(loss) and not by losses of "
-                "their own, and torch.manual_seed() after distributed_model() takes one seed: each logical worker "
+                "ElasticSamplers of different seeds, lengths or epochs. With 'reproducible' every batch has its "
+                "step(); all set the same rates, momenta and decays, by fleet.update_loss(loss) and not by losses of "
+                "their own; and torch.manual_seed() after distributed_model() takes one seed: each logical worker "
                 "draws its own numbers from it."
             )
 
     # ---- step() ---------------------------------------------------------------------------------------------------
+
+    def exchange_missing(self) -> None:
+        """Exchanges in the last turn of a round, where its batch had no backward pass; the other workers wait."""
+        if not self._logical.is_open or self.has_stepped:
+            return
+        self._notice_clear()
+        self._begin_update()
+        while self.ends_round and not self._exchanged:
+            if self._is_alone or not self._exchange_together():
+                self._exchange_from_first()
 
     def end_batch(self) -> bool:
         """Ends a turn; returns whether it completes an update, and the gradients of all its batches are in ``.grad``.
@@ -336,18 +355,13 @@ class LogicalGradients(SetAside):
         """
         self._check_turn("step() was called")
         self._check_step()
-        self._notice_clear()
+        self.exchange_missing()
         if self._was_dropped:
             raise ConfigError(
                 "The gradients of a batch were cleared between backward() and step(), when all workers had exchanged "
-                "them. To leave a batch out, multiply its loss by 0."
+                "them. To leave a batch out, leave its backward() out."
             )
-        self._begin_update()
         ends_round = self.ends_round
-        while ends_round and not self._exchanged:
-            # A batch without a backward pass; the others wait.
-            if self._is_alone or not self._exchange_together():
-                self._exchange_from_first()
         self._counts.note_batch()
         rank = self._logical.rank
         agreed = self._agreed()
@@ -398,7 +412,7 @@ class LogicalGradients(SetAside):
             self._hooks = []
             self._buckets = []
             self._bucket_of = {}
-            self.rates_of = list
+            self.settings_of = dict
             self.pending = {}
             self.steps = 0
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from fleet.errors import ConfigError
 from fleet.job.logical_workers import LogicalWorkers
 from fleet.strategies._shared.optimizer_wrapper import innermost
 
@@ -56,6 +57,8 @@ class OnceAnUpdate:
         def call(self_: Any, *args: Any, **kwargs: Any) -> Any:
             is_made = getattr(self_, "_is_initial", False)  # a scheduler's first step sets the first rate
             if self._logical.is_amid_update and not is_made and is_of_job(self_, *args):
+                if name == "step" and (args or kwargs):
+                    raise ConfigError(_counted(type(self_).__name__, [*args, *kwargs.values()][0]))
                 return None
             self._logical.is_scheduled = True
             return original(self_, *args, **kwargs)
@@ -79,6 +82,15 @@ class OnceAnUpdate:
         for kind, (name, call) in self._replaced.items():
             if kind.__dict__[name] is call:
                 setattr(kind, name, call.__dict__["fleet_original"])
+
+
+def _counted(scheduler: str, value: object) -> str:
+    return (
+        f"{scheduler}.step({value!r}) was called in a batch that completes no update. With 'reproducible' a process "
+        "has as many batches of an update as it hosts logical workers, so a count of batches, or the loss of one of "
+        "them, depends on the number of processes. Call it where fleet.update_loss(loss) has returned a number, with "
+        "that number or with a count of updates."
+    )
 
 
 def _with_subclasses(kind: type[Any]) -> list[type[Any]]:

@@ -22,6 +22,7 @@ from fleet.strategies._shared.mesh import plan_axes
 from fleet.strategies._shared.optimizer_wrapper import LR_SCALE
 from fleet.strategies.reproducible.logical_gradients import LogicalGradients
 from fleet.strategies.reproducible.once_an_update import OnceAnUpdate
+from fleet.strategies.reproducible.other_optimizers import OtherOptimizers
 from fleet.strategies.reproducible.same_kernels import differences, kernels_of, pin_kernels
 from fleet.strategies.reproducible.steady_weights import SteadyWeights
 from fleet.strategies.reproducible.tree import kept_sums, whole_nodes
@@ -152,6 +153,7 @@ class Reproducible(StepCounter, GradientKeeper):
         self._buffers = TurnBuffers(lambda: job.models, self._logical, self._group)
         self._weights = SteadyWeights(lambda: job.models, self._logical)
         self._once = OnceAnUpdate(self._logical, lambda: job.optimizers, lambda: job.models)
+        self._others = OtherOptimizers(job, self._logical)
         self._has_met = False
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -184,6 +186,7 @@ class Reproducible(StepCounter, GradientKeeper):
         """Makes new parameters equal worker 0's."""
         if added and self._group is not None:
             broadcast_from_rank_0([*added.values()], self._group)
+        self._weights.follow()
         for gradients in self._gradients:
             gradients.note_parameters()
 
@@ -219,6 +222,7 @@ class Reproducible(StepCounter, GradientKeeper):
     def close(self) -> None:
         """Gives torch its threads back."""
         self._once.close()
+        self._others.close()
         self.job.logical = None
         torch.set_num_threads(self._threads_before)
 

@@ -31,27 +31,30 @@ class SteadyWeights:
         logical.ends.append(self._check)
 
     def _found(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        own = [parameter.detach() for model in self._models() for parameter in model.parameters()]
+        own = [parameter for model in self._models() for parameter in model.parameters()]
         marks = [(tensor._version, tensor.data_ptr()) for tensor in own]
         number = self._logical.round
         looks_closely = number & (number - 1) == 0
-        return marks, [tensor.norm() for tensor in own] if looks_closely else []
+        return marks, [_norm(tensor) for tensor in own] if looks_closely else []
+
+    def follow(self) -> None:
+        """Takes the weights as they are now; called when a model has got parameters."""
+        self._note(self._logical.rank)
 
     @torch.no_grad()
     def _note(self, rank: int) -> None:
-        # In the first round a model may still be completed at its first forward.
-        if self._logical.round and self._logical.is_amid_update:
+        if self._logical.is_amid_update:
             self._marks, self._norms = self._found()
 
     @torch.no_grad()
     def _check(self) -> None:
-        if not (self._logical.round and self._logical.is_amid_update):
+        if not self._logical.is_amid_update:
             return
         marks, norms = self._found()
         if len(marks) != len(self._marks):
             return  # the model has got parameters
         changed = [place for place, mark in enumerate(marks) if mark != self._marks[place]]
-        changed += [place for place, norm in enumerate(norms) if not torch.equal(norm, self._norms[place])]
+        changed += [place for place, norm in enumerate(norms) if not _is_equal(norm, self._norms[place])]
         if changed:
             names = [name for model in self._models() for name, _ in model.named_parameters()]
             name = names[changed[0]]
@@ -62,3 +65,14 @@ class SteadyWeights:
                 "Change weights where fleet.update_loss(loss) has returned a number; keep what forward changes in a "
                 "buffer."
             )
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    norm: Tensor = torch.linalg.vector_norm(tensor if is_number else tensor.double())
+    return norm
+
+
+def _is_equal(norm: Tensor, other: Tensor) -> bool:
+    # The weights of a training that has diverged are nan, and stay as they are.
+    return torch.equal(norm, other) or bool(norm.isnan() & other.isnan())

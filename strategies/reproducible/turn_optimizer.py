@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fleet.errors import ConfigError
@@ -20,34 +21,42 @@ class TurnOptimizer(AccumulatingOptimizer):
         super().__init__(optimizer, gradients)
         self._gradients = gradients
         self._buffers = buffers
-        self._rates_before: list[float] = []
-        gradients.rates_of = self._rates
+        self._settings_before: dict[str, Any] = {}
+        gradients.settings_of = self._settings
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Ends a turn; updates at the last one of an update. Returns the closure's loss.
 
-        Raises ConfigError where the loop has changed the learning rate since the batch before.
+        Raises ConfigError where the loop has changed the learning rate, or another setting, since the batch before.
         """
-        self._check_rates()
+        self._check_settings()
         loss = super().step(closure)
         self._buffers.note_step()
         return loss
 
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.param_groups if "lr" in group]
+    def _settings(self) -> dict[str, Any]:
+        """Returns the numbers in the parameter groups: learning rates, momenta, decays."""
+        return {
+            f"param_groups[{place}][{key!r}]": float(value) if isinstance(value, Tensor) else value
+            for place, group in enumerate(self.param_groups)
+            for key, value in group.items()
+            if isinstance(value, Tensor | float | int | tuple)
+        }
 
-    def _check_rates(self) -> None:
+    def _check_settings(self) -> None:
         gradients = self._gradients
-        rates = self._rates()
-        if gradients.steps and rates != self._rates_before and not gradients.is_scheduled:
+        now = self._settings()
+        before = self._settings_before
+        changed = [name for name, value in now.items() if name in before and value != before[name]]
+        if gradients.steps and changed and not gradients.is_scheduled:
+            name = changed[0]
             raise ConfigError(
-                f"The learning rate is {rates} in batch {gradients.steps + 1} of an update, and was "
-                f"{self._rates_before} in the one before. With 'reproducible' a loop sees as many batches of an update "
-                "as its process hosts logical workers, so a rate that follows a count of batches depends on the number "
-                "of processes. Count updates: change it where fleet.update_loss(loss) has returned a number, or by a "
-                "scheduler of torch."
+                f"{name} is {now[name]} in batch {gradients.steps + 1} of an update, and was {before[name]} in the one "
+                "before. With 'reproducible' a loop sees as many batches of an update as its process hosts logical "
+                "workers, so a setting that follows a count of batches depends on the number of processes. Count "
+                "updates: change it where fleet.update_loss(loss) has returned a number, or by a scheduler of torch."
             )
-        self._rates_before = rates
+        self._settings_before = now
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_gradients": None, "_buffers": None}

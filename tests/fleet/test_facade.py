@@ -161,9 +161,12 @@ def test_wrong_objects_are_refused() -> None:
     """B.4: what is not a module or an optimizer, or was wrapped before, is named in the error."""
     fleet.init(is_collective=True)
     model, optimizer = wrapped()
+    with warnings.catch_warnings(action="ignore"):
+        scripted = torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2))
     for call, value in (
         (fleet.distributed_model, "net"),
         (fleet.distributed_model, model),
+        (fleet.distributed_model, scripted),
         (fleet.distributed_optimizer, model),
         (fleet.distributed_optimizer, optimizer),
         (fleet.distributed_scaler, 1),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fleet import fleet
+from fleet.checks import copies
 from fleet.checks.copies import distance_of, sketch
 from fleet.errors import ConfigError
 from tests.helpers.checked_training import OPTIONS, batch, job, message, network, step_once, weights
@@ -296,6 +297,18 @@ def test_the_distance_of_two_sketches_is_about_that_of_the_tensors() -> None:
         moved = [tensor + scale * torch.randn_like(tensor) for tensor in tensors]
         assert scale / 2 < distance_of(sketch(tensors), sketch(moved)) < scale * 2
     assert distance_of(sketch(tensors), sketch(tensors)) == 0 == distance_of(sketch([]), sketch([]))
+
+
+def test_a_sketch_does_not_depend_on_the_default_type() -> None:
+    tensors = [torch.ones(5)]
+    found = sketch(tensors)
+    copies._signs_on.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert sketch(tensors) == found
+    finally:
+        torch.set_default_dtype(torch.float32)
+        copies._signs_on.cache_clear()
 
 
 class Codebook(nn.Module):

@@ -212,7 +212,7 @@ def test_batches_have_numbers() -> None:
     def numbers() -> Iterator[tuple[int, ...]]:
         yield from ((0, place) for place in range(2))
 
-    found = [*NumberedBatches(range(4), 2, numbers)]
+    found = [*NumberedBatches(lambda: iter(range(4)), 2, numbers)]
     assert found == [[0, 1], [2, 3]]
     assert [batch.number for batch in found] == [(0, 0), (0, 1)]
     sent = pickle.loads(pickle.dumps(found[1]))  # to a loader's process

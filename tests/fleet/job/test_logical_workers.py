@@ -178,18 +178,33 @@ def test_numbers_drawn_for_data_hide_no_new_seed() -> None:
     assert logical.seed == 8
 
 
-def test_a_seed_that_the_script_sets_in_a_turn_holds_for_that_turn() -> None:
+def test_a_seed_that_the_script_sets_at_an_update_holds_until_the_next_turn() -> None:
     undisturbed = rounds(LogicalWorkers(2, 1, 0), 2)
     torch.manual_seed(5)
     logical = LogicalWorkers(2, 1, 0)
     for _ in logical.ranks:
         logical.begin_turn(None)
-        torch.manual_seed(99)
-        assert float(torch.rand(())) == float(torch.rand((), generator=torch.Generator().manual_seed(99)))
+        if logical.is_last:
+            torch.manual_seed(99)
+            assert float(torch.rand(())) == float(torch.rand((), generator=torch.Generator().manual_seed(99)))
         logical.end_turn()
     found = rounds(logical, 1)
     assert logical.seed == 5
     assert found == {(1, rank): undisturbed[1, rank] for rank in range(2)}
+
+
+def test_a_seed_in_a_turn_before_the_last_is_refused() -> None:
+    logical = LogicalWorkers(2, 1, 0)
+    logical.begin_turn(None)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+    torch.rand(3)
+    logical.end_turn()
+    logical = LogicalWorkers(2, 1, 0)
+    logical.begin_turn(None)
+    torch.manual_seed(99)
+    with pytest.raises(ConfigError, match=r"torch.manual_seed\(99\) was called in the batch of logical worker 0"):
+        logical.end_turn()
 
 
 def test_the_state_continues_with_any_number_of_hosts() -> None:

@@ -180,8 +180,129 @@ def test_a_rate_that_counts_batches_is_refused() -> None:
             own.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
             own.batch(x, y)
 
-    with pytest.raises(ConfigError, match=r"The learning rate is \[0\.05\] in batch 2 of an update.*Count updates"):
+    changed = r"param_groups\[0\]\['lr'\] is 0\.05 in batch 2 of an update, and was 0\.1 .*Count updates"
+    with pytest.raises(ConfigError, match=changed):
         train()
+
+
+def test_a_momentum_that_counts_batches_is_refused() -> None:
+    own = Training()
+
+    def train() -> None:
+        for number, (x, y) in enumerate(own.sampler.batches(own.loader)):
+            own.optimizer.param_groups[0]["momentum"] = 0.1 * number
+            own.batch(x, y)
+
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['momentum'\] is 0\.1 in batch 2 of an update"):
+        train()
+
+
+@pytest.mark.parametrize("value", ["count", "loss"])
+def test_a_scheduler_that_counts_batches_or_takes_the_loss_of_one_is_refused(value: str) -> None:
+    own = Training()
+    warm = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(own.optimizer, 2)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(own.optimizer)
+
+    def train() -> None:
+        for number, (x, y) in enumerate(own.sampler.batches(own.loader)):
+            loss = own.batch(x, y)
+            if value == "count":
+                warm.step(number / len(own.loader))
+            else:
+                plateau.step(loss.item())
+
+    with pytest.raises(
+        ConfigError, match=r"step\(.*\) was called in a batch that completes no update.*count of updates"
+    ):
+        train()
+
+
+def test_a_seed_in_a_batch_is_refused() -> None:
+    own = Training()
+
+    def train() -> None:
+        for x, y in own.sampler.batches(own.loader):
+            torch.manual_seed(3)
+            own.batch(x, y)
+
+    with pytest.raises(ConfigError, match=r"torch.manual_seed\(3\) was called in the batch of logical worker 0"):
+        train()
+
+
+def _draws_samples_after_an_update(rank: int, world_size: int) -> list[Tensor]:
+    """A seed where an update is made, as for pictures that are comparable."""
+    own = Training()
+    drop = nn.Dropout(0.5)
+    for x, y in own.sampler.batches(own.loader):
+        loss = own.batch(drop(x), y)
+        if fleet.update_loss(loss) is not None:
+            torch.manual_seed(3)
+    return own.result()
+
+
+def test_a_seed_after_an_update_holds_until_the_next_batch() -> None:
+    on_each_number(_draws_samples_after_an_update)
+
+
+def test_the_loader_of_the_sampler_is_not_iterated_by_itself() -> None:
+    own = Training()
+    with pytest.raises(ConfigError, match=r"iterated by itself.*Train over sampler.batches\(loader\)"):
+        next(iter(own.loader))
+
+
+def _leaves_batches_out(rank: int, world_size: int) -> tuple[list[Tensor], list[float]]:
+    own = Training()
+    values = []
+    for epoch in range(2):
+        own.sampler.set_epoch(epoch)
+        for x, y in own.sampler.batches(own.loader):
+            loss = nn.functional.mse_loss(own.model(x), y)
+            own.optimizer.zero_grad()
+            if loss < 1.0:
+                loss.backward()
+            own.optimizer.step()
+            value = fleet.update_loss(loss)
+            values += [] if value is None else [value]
+    return own.result(), values
+
+
+def test_a_batch_is_left_out_by_its_backward_pass() -> None:
+    found = [_leaves_batches_out(0, 1), *run_workers(_leaves_batches_out, 3, backend=None)]
+    assert min(found[0][1]) < 1.0 < max(found[0][1])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def test_a_loss_that_reaches_another_optimizer_is_named() -> None:
+    """As a generator's does, whose discriminator keeps gradients that nothing uses."""
+    start(2)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    optimizers = [fleet.distributed_optimizer(torch.optim.SGD(net.parameters(), 0.1)) for net in nets]
+    first, second = (fleet.distributed_model(net) for net in nets)
+
+    def train(clears: bool) -> None:
+        for _ in fleet.elastic.logical_ranks():
+            optimizers[0].zero_grad()
+            second(first(torch.randn(2, 4))).mean().backward()
+            optimizers[0].step()
+            if clears:
+                optimizers[1].zero_grad()
+
+    train(clears=True)
+    with pytest.raises(ConfigError, match=r"parameters of optimizer 2 .*optimizer 1 did. Call zero_grad\(\) of opt"):
+        train(clears=False)
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_a_training_that_ends_amid_an_update_says_so(batches: int, caplog: pytest.LogCaptureFixture) -> None:
+    own = Training()
+    loop = iter(own.sampler.batches(own.loader))
+    for _ in range(batches):
+        own.batch(*next(loop))
+    fleet.init(is_collective=True)
+    said = [record.getMessage() for record in caplog.records if "The training has ended" in record.getMessage()]
+    assert len(said) == (batches == 2)
+    assert not said or "after 2 of 3 batches of an update" in said[0]
 
 
 def _schedules_before_the_step(rank: int, world_size: int) -> Any:
