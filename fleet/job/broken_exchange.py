@@ -60,7 +60,8 @@ def explained(
         f"{what}\n"
         f"{account(roll_call.others_after(error), roll_call.described)}\n"
         "If one failed, its own message gives the cause. If one ended normally, it had fewer batches: give every "
-        "worker the same number, with fleet.elastic.ElasticSampler or torch's DistributedSampler."
+        "worker the same number, with fleet.elastic.ElasticSampler or torch's DistributedSampler, and leave a loop "
+        "after the same one."
     )
 
 
