@@ -264,7 +264,11 @@ class Client:
         Args:
             configs: by table id; dense ones with their total size.
             routing: which server an id goes to, see :func:`fleet.ps.table.partition.servers_of_keys`.
+
+        Raises:
+            ConfigError: two tables of one kind have the same name, and would have the same files in a save.
         """
+        _check_names({**{key: table.config for key, table in self.tables.items()}, **configs})
         count = len(self._links)
         maps = {key: TableMap(key, config, count, routing) for key, config in configs.items()}
         requests = []
@@ -605,3 +609,14 @@ class Client:
             for link in [link for link in self._links if link is tried or link not in away]:
                 with suppress(PSError):
                     link.beat(0.0 if self.config.has_others and link.is_cut else every_s)
+
+
+def _check_names(configs: Mapping[int, SparseTableConfig | DenseTableConfig]) -> None:
+    known: dict[tuple[type, str], int] = {}
+    for table_id, config in configs.items():
+        other = known.setdefault((type(config), config.name), table_id)
+        if other != table_id:
+            raise ConfigError(
+                f"tables {other} and {table_id} are both called {config.name!r}, and a save has one folder for each "
+                "name. Give them different names."
+            )

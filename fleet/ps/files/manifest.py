@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fleet.common.plain_files import replace_file
 from fleet.errors import CheckpointError
 from fleet.ps.files.row_file import LEAST_ROW_BYTES, open_plain, read_block
+from fleet.ps.table.folder_name import folder_name
 from fleet.ps.table.layout import Int64s
 from fleet.ps.table.rows import RowBlock
 
@@ -86,13 +87,13 @@ class Manifest:
     deleted_crc32: int = 0
 
 
-def table_folder(dirname: str | Path, table: str) -> Path:
+def table_folder(dirname: str | Path, table: str, *, dense: bool = False) -> Path:
     """Returns the folder of a table inside a checkpoint.
 
     Raises:
         CheckpointError: it is a symbolic link; a save would remove older parts at its target.
     """
-    folder = Path(dirname) / (quote(table, safe=" ") if table not in (".", "..") else table.replace(".", "%2E"))
+    folder = Path(dirname) / folder_name(table, dense=dense)
     if folder.is_symlink():
         raise CheckpointError(f"{folder}: a symbolic link; a checkpoint holds folders and files only. Remove the link.")
     return folder

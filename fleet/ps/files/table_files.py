@@ -315,7 +315,7 @@ def save_dense(
 ) -> Saved:
     """Writes this server's elements ``start`` on of ``total``, with the state of their rule, from one moment."""
     values, state = table.read_state()
-    folder = table_folder(dirname, table.config.name)
+    folder = table_folder(dirname, table.config.name, dense=True)
     path = _new_part(folder, server, "dense")
     data = values.astype("<f4").tobytes() + state.astype("<f4").tobytes()
     with replacing(path) as file:
@@ -352,7 +352,7 @@ def read_dense(
     Raises:
         CheckpointError: as for :func:`load_dense`.
     """
-    folder = table_folder(dirname, config.name)
+    folder = table_folder(dirname, config.name, dense=True)
     size = config.size
     spec = config.rule.spec
     per_dim = len(spec.per_dim)

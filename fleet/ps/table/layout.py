@@ -13,6 +13,7 @@ from fleet.errors import ConfigError
 from fleet.ps.table.accessor import Accessor, accessor_parameters
 from fleet.ps.table.bounds import Bounds
 from fleet.ps.table.entry import CountFilterEntry, Entry, ProbabilityEntry
+from fleet.ps.table.folder_name import check_table_name
 from fleet.ps.table.initializers import Initializer
 from fleet.ps.table.rules import Rule
 
@@ -61,6 +62,7 @@ class SparseTableConfig:
     bounds: Bounds | None = None
 
     def __post_init__(self) -> None:
+        check_table_name(self.name)
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:
             raise ConfigError(f"table {self.name!r}: dim is {self.dim!r}; it takes an integer from 1 to 65536.")
         if self.create_on not in CREATE_ON:

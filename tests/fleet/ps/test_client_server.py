@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -212,6 +213,17 @@ def test_tables_are_made_once_and_must_agree():
         service.client(1)
         with pytest.raises(PSError, match=r"dim is 2 there and 7 here"):
             service.client(1, tables={0: SparseTableConfig("ads", 7, SGD)})
+
+
+def test_two_tables_of_one_name_are_refused():
+    """A save has one folder for a name: the second table's rows would replace those of the first."""
+    other = replace(SPARSE, name="other")
+    with serving() as service:
+        client = service.client()
+        for configs in ({5: SPARSE}, {5: other, 6: other}):
+            with pytest.raises(ConfigError, match="are both called .* Give them different names"):
+                client.create_tables(configs)
+        client.create_tables({5: other, 0: SPARSE})
 
 
 def test_wrong_calls_raise_before_anything_is_sent():

@@ -284,7 +284,7 @@ def test_layouts_of_other_programs_are_named(inside: bool, name: str, tmp_path: 
         load_table(SparseTable(CONFIGS["plain adam"]), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "emb.0", "two words"])
+@pytest.mark.parametrize("name", ["a/b", "..", "emb.0", "two words", "buffers.pt", "export.json", "dense.0"])
 def test_table_names_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
     """A table's name cannot leave the checkpoint's folder."""
     table = SparseTable(replace(CONFIGS["plain adam"], name=name))
@@ -293,6 +293,18 @@ def test_table_names_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
     assert [path.parent for path in (tmp_path / "c").iterdir()] == [tmp_path / "c"]
     assert sorted(tmp_path.iterdir()) == [tmp_path / "c"]
     assert load_table(SparseTable(table.config), tmp_path / "c") == 5
+
+
+def test_a_sparse_table_called_as_a_dense_one_keeps_its_files(tmp_path: Path) -> None:
+    """The rows of SparseEmbedding(name="dense.0") were lost: the dense parameters were written to its folder."""
+    table = SparseTable(replace(CONFIGS["plain adam"], name="dense.0"))
+    make_rows(table, range(5))
+    dense = DenseTable(DenseTableConfig("dense.0", 6, Rule("sgd")))
+    save_table(table, tmp_path)
+    save_dense(dense, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense%2E0", "dense.0"]
+    assert load_table(SparseTable(table.config), tmp_path) == 5
+    load_dense(dense, tmp_path)
 
 
 def test_crash_between_the_two_files_leaves_the_old_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
