@@ -44,13 +44,16 @@ class Bags:
         """Returns one number per id from one number per sample.
 
         Raises:
-            ConfigError: the number of values is not the number of samples.
+            ConfigError: the number of values is not the number of samples, or one is negative or not finite.
         """
         numbers = torch.as_tensor(values).detach().cpu().reshape(-1).to(torch.float32).numpy()
         lengths = self.lengths
         samples = len(lengths) // num_slots
         if len(numbers) != samples:
             raise ConfigError(f"show and click have {len(numbers)} numbers for {samples} samples; give one for each.")
+        wrong = numbers[~((numbers >= 0) & (numbers < np.inf))]  # NaN too
+        if len(wrong):
+            raise ConfigError(f"show and click have {wrong[0]:g}; they take finite numbers of 0 or more.")
         counts: NDArray[np.float32] = np.repeat(np.repeat(numbers, num_slots), lengths)
         return counts
 

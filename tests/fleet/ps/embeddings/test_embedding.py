@@ -125,6 +125,17 @@ def test_shows_and_clicks_are_added_up_by_id() -> None:
     assert counted.lookup.take().shows.tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1.0, 1e39])
+@pytest.mark.parametrize("name", ["show", "click"])
+def test_shows_and_clicks_that_no_row_can_add_up_are_refused(name: str, wrong: float) -> None:
+    """A NaN made the score NaN for good, and no shrink or save by score saw the row again."""
+    embedding = make(accessor=fleet.ps.Accessor())
+    values = torch.tensor([1.0, wrong], dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"show and click have .*; they take finite numbers of 0 or more"):
+        embedding(torch.tensor([1, 2]), **{name: values})
+    assert embedding.lookup.take() is None
+
+
 def test_wrong_arguments_and_ids_are_refused() -> None:
     with pytest.raises(ConfigError, match="combiner"):
         fleet.SparseEmbedding(3, combiner="max")
