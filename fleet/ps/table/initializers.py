@@ -5,12 +5,13 @@ Neither the order in which rows arrive, nor the thread, nor the number of server
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from fleet.errors import ConfigError, did_you_mean
+from fleet.ps.table.rules import FLOAT32_MAX
 
 KINDS = {"constant": 0, "uniform": 1, "normal": 2, "truncated_normal": 3}
+_MOST_DEVIATIONS = {"normal": 9.0, "truncated_normal": 2.0}  # of a draw from its mean: it is made of 53 bits
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Initializer:
     ``truncated_normal`` the same cut at two deviations, ``constant`` a.
 
     Raises:
-        ConfigError: unknown kind, a value that is not finite, an empty range or a negative deviation.
+        ConfigError: unknown kind, a value that is not finite in float32, an empty range, a negative deviation, or a
+            second value of ``constant``.
 
     Example:
         >>> Initializer("uniform", -0.5, 0.5)
@@ -39,12 +41,23 @@ class Initializer:
         for value in (self.a, self.b):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"initializer {self.kind!r}: a value is {value!r}; it takes a number.")
-        if not (math.isfinite(self.a) and math.isfinite(self.b)):
-            raise ConfigError(f"initializer {self.kind!r}: the values are {self.a!r}, {self.b!r}; they must be finite.")
+        self._check_values()
         if self.kind == "uniform" and self.a > self.b:
             raise ConfigError(f"initializer 'uniform': the range is [{self.a!r}, {self.b!r}); it must not be empty.")
         if self.kind.endswith("normal") and self.b < 0:
             raise ConfigError(f"initializer {self.kind!r}: the deviation is {self.b!r}; it must not be negative.")
+
+    def _check_values(self) -> None:
+        most = _MOST_DEVIATIONS.get(self.kind, 0.0)
+        are_finite = all(abs(value) <= FLOAT32_MAX for value in (self.a, self.b))
+        if not are_finite or abs(self.a) + most * abs(self.b) > FLOAT32_MAX:
+            of_draws = f", and so must the mean with {most:g} deviations" * bool(most)
+            raise ConfigError(
+                f"initializer {self.kind!r}: the values are {self.a!r}, {self.b!r}; they must be finite in float32"
+                f"{of_draws}."
+            )
+        if self.kind == "constant" and self.b not in (0.0, self.a, Initializer.b):
+            raise ConfigError(f"initializer 'constant' takes one value, got {self.a!r} and {self.b!r}.")
 
     @property
     def code(self) -> int:

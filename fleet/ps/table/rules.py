@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from fleet.errors import ConfigError, did_you_mean
 
 LEARNING_RATE = "learning_rate"
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # what is above it is infinite in a row
 _BOUNDS = {"lower_bound": -math.inf, "upper_bound": math.inf}
 _SHOW = {"initial_g2sum": 3.0, "show_scale": 1.0}
 _DECAY = {"weight_decay": 0.0}
@@ -204,10 +205,10 @@ def _check_hyper(rule: str, key: str, value: float) -> None:
         raise ConfigError(f"{where}; it must lie in [0, 1].")
     if key in ("beta1", "beta2") and value == 1.0:
         raise ConfigError(f"{where}; it must be less than 1.")
-    if key in (LEARNING_RATE, "epsilon", "weight_decay", "initial_accumulator") and not 0.0 <= value < math.inf:
-        raise ConfigError(f"{where}; it must be finite and not negative.")
-    if key == "initial_g2sum" and not 0.0 < value < math.inf:
-        raise ConfigError(f"{where}; it must be finite and greater than 0.")
+    if key in (LEARNING_RATE, "epsilon", "weight_decay", "initial_accumulator") and not 0.0 <= value <= FLOAT32_MAX:
+        raise ConfigError(f"{where}; it must be finite in float32 and not negative.")
+    if key == "initial_g2sum" and not 0.0 < value <= FLOAT32_MAX:
+        raise ConfigError(f"{where}; it must be finite in float32 and greater than 0.")
 
 
 def rule_from_paddle(name: str, hyper: Mapping[str, float] | None = None) -> Rule:

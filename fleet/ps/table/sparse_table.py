@@ -18,6 +18,7 @@ from fleet.ps.table.gate import Gate
 from fleet.ps.table.kernels.numba_cache import address_of, load_kernels, naming_the_cause
 from fleet.ps.table.layout import PENDING, PENDING_COUNT, Float32s, Int64s, RowLayout, SparseTableConfig
 from fleet.ps.table.rows import MAX_ROW_COUNT, RowBlock, Statistics, Window
+from fleet.ps.table.rules import FLOAT32_MAX
 from fleet.ps.table.save_chain import SaveChain
 
 ROWS_PER_WINDOW = 8192
@@ -491,9 +492,10 @@ class SparseTable:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if not 0.0 <= value < float("inf"):
+        if not 0.0 <= value <= FLOAT32_MAX:
             raise ConfigError(
-                f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite and not negative."
+                f"table {self.config.name!r}: learning_rate is {value!r}; it must be finite in float32 and not "
+                "negative."
             )
         self._memory.set_learning_rate(float(value))
         self._learning_rate = float(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.autograd.graph import increment_version
 from fleet.errors import ConfigError, NanInfError
 from fleet.ps.client.shards import Gradient, Rows
 from fleet.ps.embeddings.served_embedding import ServedEmbedding
-from fleet.ps.table.rules import LEARNING_RATE
+from fleet.ps.table.rules import FLOAT32_MAX, LEARNING_RATE
 from fleet.ps.worker.async_exchange import AsyncExchange
 from fleet.ps.worker.exchange_modes import SyncExchange
 from fleet.ps.worker.job_tables import JobTables
@@ -169,9 +168,9 @@ class Trainer:
         if not changed:
             return
         for part, rate in rates:
-            if rate is not None and not 0 <= rate < math.inf:
+            if rate is not None and not 0 <= rate <= FLOAT32_MAX:
                 raise ConfigError(
-                    f"the learning rate of {part.config.name!r} is {rate}; it must be finite and not "
+                    f"the learning rate of {part.config.name!r} is {rate}; it must be finite in float32 and not "
                     "negative. Look at the scheduler, or at what sets group['lr']."
                 )
         client = self.connection.client

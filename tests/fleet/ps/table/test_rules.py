@@ -215,6 +215,9 @@ def test_bounds_and_show_zero(use_kernels: bool) -> None:
         ("adam", {"learning_rate": -1.0}, "not negative"),
         ("adam", {"learning_rate": float("nan")}, "takes a number"),
         ("shared_adagrad", {"initial_g2sum": 0}, "greater than 0"),
+        ("shared_adagrad", {"initial_g2sum": 1e39}, "finite in float32"),
+        ("sgd", {"learning_rate": 1e39}, "finite in float32"),
+        ("adagrad", {"initial_accumulator": 1e39}, "finite in float32"),
         ("sgd", {"lower_bound": 1, "upper_bound": 0}, "must not exceed"),
     ],
 )
