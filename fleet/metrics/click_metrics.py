@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
+_LEAST_EPSILON = 2.0**-53
+
 
 class StatAuc:
     """The AUC of everything counted on all workers; 0.5 without a positive or without a negative.
@@ -97,8 +99,10 @@ class StatAuc:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads counts; raises CheckpointError when they were made with a different number of bins."""
-        if self.bins is None:
-            self._cells.load(self, state_dict, None)
+        if self.bins is None and "stat_pos" in state_dict:
+            raise CheckpointError(f"StatAuc(bins=None) cannot load counts of {len(state_dict['stat_pos'])} bins.")
+        if self.bins is None or "cells" in state_dict:  # of bins=None: refused there, where this one has bins
+            self._cells.load(self, state_dict, self.bins)
             return
         check_state(self, state_dict, "stat_pos", "stat_neg")
         pos, neg = (np.array(host_array(state_dict[name]), np.int64) for name in ("stat_pos", "stat_neg"))
@@ -179,7 +183,7 @@ class StatLogLoss(WorkerSums):
     """The mean log loss (binary cross-entropy); nan without samples.
 
     Args:
-        epsilon: least distance of predictions from 0 and 1, where the log loss has no bound.
+        epsilon: least distance of predictions from 0 and 1, where the log loss has no bound; 2**-53 or more.
 
     Example:
         >>> stat = fleet.metrics.StatLogLoss()
@@ -189,9 +193,12 @@ class StatLogLoss(WorkerSums):
     """
 
     def __init__(self, epsilon: float = 1e-7) -> None:
-        if not isinstance(epsilon, float) or not 0.0 < epsilon < 0.5:
-            raise ConfigError(f"{type(self).__name__}(epsilon={epsilon!r}) takes a number above 0 and below 0.5.")
-        super().__init__(3)  # samples, positives, losses
+        if not isinstance(epsilon, float) or not _LEAST_EPSILON <= epsilon < 0.5:
+            raise ConfigError(
+                f"{type(self).__name__}(epsilon={epsilon!r}) takes a number from 2**-53 to below 0.5: less than 2**-53 "
+                f"({_LEAST_EPSILON:.3g}) beside 1 is lost in float64."
+            )
+        super().__init__(3, f"epsilon={float(epsilon)}", "epsilon=1e-07")  # samples, positives, losses
         self.epsilon = epsilon
 
     def update(self, pred: Any, label: Any) -> None:
@@ -211,7 +218,7 @@ class StatNormalizedEntropy(StatLogLoss):
     """The mean log loss over the entropy of the average click rate: below 1 is better than predicting the average.
 
     Args:
-        epsilon: least distance of predictions from 0 and 1, where the log loss has no bound.
+        epsilon: least distance of predictions from 0 and 1, where the log loss has no bound; 2**-53 or more.
 
     Example:
         >>> stat = fleet.metrics.StatNormalizedEntropy()
@@ -244,7 +251,8 @@ class StatCalibration(WorkerSums):
 
     def __init__(self, bins: int = 1) -> None:
         self.bins = _checked_count(self, "bins", bins)
-        super().__init__(3 * self.bins)  # samples of each part, positives of each, predictions of each
+        # Samples of each part, positives of each, predictions of each.
+        super().__init__(3 * self.bins, f"bins={self.bins}", "bins=1")
 
     def update(self, pred: Any, label: Any) -> None:
         """Counts one batch, as :meth:`fleet.metrics.StatAuc.update` takes it."""

@@ -23,11 +23,13 @@ class WorkerSums:
     Args:
         count: number of sums.
         setting: what sums must share to be added, for example ``"k=10"``.
+        default: the setting of a state that names none, as 1.0.0rc1 wrote it.
     """
 
-    def __init__(self, count: int, setting: str = "") -> None:
+    def __init__(self, count: int, setting: str = "", default: str = "") -> None:
         self.sums: Array = np.zeros(count, np.float64)
-        self._name = f"{type(self).__name__}({setting})" if setting else type(self).__name__
+        own = type(self).__name__
+        self._name, self._unnamed = (f"{own}({text})" if text else own for text in (setting, default))
 
     def totals(self, util: UtilBase | None) -> Array:
         """Returns the sums over all workers; every worker must call it."""
@@ -45,8 +47,10 @@ class WorkerSums:
         """Loads sums; raises CheckpointError for the sums of another metric."""
         check_state(self, state_dict, "metric", "sums")
         sums = np.array(host_array(state_dict["sums"]), np.float64)
-        if state_dict["metric"] != self._name or sums.shape != self.sums.shape:
-            raise CheckpointError(f"{self._name} cannot load sums of {state_dict['metric']} and shape {sums.shape}.")
+        writer = state_dict["metric"]
+        writer = self._unnamed if writer == type(self).__name__ else writer
+        if writer != self._name or sums.shape != self.sums.shape:
+            raise CheckpointError(f"{self._name} cannot load sums of {writer} and shape {sums.shape}.")
         self.sums = sums
 
     set_state_dict = load_state_dict

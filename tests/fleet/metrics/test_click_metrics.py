@@ -214,22 +214,54 @@ def test_a_state_goes_on(make: Any) -> None:
 def test_states_of_other_settings_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"StatGauc\(bins=8\) cannot load samples of StatGauc\(bins=None\)"):
         metrics.StatGauc(bins=8).load_state_dict(metrics.StatGauc().state_dict())
-    with pytest.raises(CheckpointError, match=r"StatAuc loads its own state_dict\(\), got the keys \['stat_neg', 'sta"):
+    with pytest.raises(CheckpointError, match=r"StatAuc\(bins=None\) cannot load counts of 4096 bins"):
         metrics.StatAuc(bins=None).load_state_dict(metrics.StatAuc().state_dict())
-    with pytest.raises(CheckpointError, match=r"StatAuc loads its own state_dict\(\), got the keys \['bins', 'cells'"):
+    with pytest.raises(CheckpointError, match=r"StatAuc\(bins=4096\) cannot load samples of StatAuc\(bins=None\)"):
         metrics.StatAuc().load_state_dict(metrics.StatAuc(bins=None).state_dict())
     with pytest.raises(CheckpointError, match=r"StatAuc\(bins=None\) cannot load samples of StatGauc\(bins=None\)"):
         metrics.StatAuc(bins=None).load_state_dict(metrics.StatGauc().state_dict())
     with pytest.raises(CheckpointError, match=r"StatGauc\(bins=None\) cannot load samples of StatAuc\(bins=None\)"):
         metrics.StatGauc().load_state_dict(metrics.StatAuc(bins=None).state_dict())
-    with pytest.raises(CheckpointError, match=r"StatCalibration cannot load sums of StatCalibration and shape \(3,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"StatCalibration\(bins=2\) cannot load sums of StatCalibration\(bins=1\)"
+    ):
         metrics.StatCalibration(bins=2).load_state_dict(metrics.StatCalibration().state_dict())
     with pytest.raises(CheckpointError, match="cannot load batches of 8 bins"):
         metrics.StatWindowedAuc(2).load_state_dict(metrics.StatWindowedAuc(2, bins=8).state_dict())
-    with pytest.raises(CheckpointError, match=r"StatCalibration cannot load sums of StatCalibration and shape \(2,\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"StatCalibration\(bins=1\) cannot load sums of StatCalibration\(bins=1\) and shape \(2,\)",
+    ):
         metrics.StatCalibration().load_state_dict({"metric": "StatCalibration", "sums": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match="StatCalibration cannot load sums of StatNormalizedEntropy"):
+    with pytest.raises(CheckpointError, match=r"StatCalibration\(bins=1\) cannot load sums of StatNormalizedEntropy"):
         metrics.StatCalibration().load_state_dict(metrics.StatNormalizedEntropy().state_dict())
+    for kind in (metrics.StatLogLoss, metrics.StatNormalizedEntropy):
+        with pytest.raises(CheckpointError, match=r"\(epsilon=1e-07\) cannot load sums of Stat.*\(epsilon=0.001\)"):
+            kind().load_state_dict(kind(0.001).state_dict())
+
+
+@pytest.mark.parametrize("kind", [metrics.StatNormalizedEntropy, metrics.StatCalibration])
+def test_a_state_without_a_setting_is_one_of_the_defaults(kind: Any) -> None:
+    """1.0.0rc1 wrote it so."""
+    stat = kind()
+    stat.update([0.5, 0.25], [1, 0])
+    old = {**stat.state_dict(), "metric": kind.__name__}
+    other = kind()
+    other.load_state_dict(old)
+    assert other.value(util=UTIL) == stat.value(util=UTIL)
+    with pytest.raises(CheckpointError):
+        kind(*({"StatCalibration": [2]}.get(kind.__name__, [0.01]))).load_state_dict(old)
+
+
+def test_the_least_epsilon_bounds_the_log_loss() -> None:
+    """Below 2**-53, 1 - epsilon is 1, and the loss of one sample would be infinite."""
+    for kind in (metrics.StatLogLoss, metrics.StatNormalizedEntropy):
+        stat = kind(2.0**-53)
+        stat.update([1.0, 0.0, 0.5], [0, 1, 1])
+        assert math.isfinite(stat.value(util=UTIL))
+        for wrong in (2.0**-54, 1e-20, 0.0, 0.5, 1):
+            with pytest.raises(ConfigError, match=r"takes a number from 2\*\*-53 to below 0.5"):
+                kind(wrong)
 
 
 @pytest.mark.parametrize("make", [metrics.StatGauc, metrics.StatCalibration, lambda: metrics.StatWindowedAuc(2)])
@@ -246,7 +278,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="bins=1073741825"):
         metrics.StatWindowedAuc(1, bins=(1 << 30) + 1)
     for kind in (metrics.StatLogLoss, metrics.StatNormalizedEntropy):
-        with pytest.raises(ConfigError, match=f"{kind.__name__}.*above 0 and below 0.5"):
+        with pytest.raises(ConfigError, match=f"{kind.__name__}.*to below 0.5"):
             kind(0.5)
     with pytest.raises(ConfigError, match=r"StatAuc\(bins=0\) takes an integer of at least 1, or None"):
         metrics.StatAuc(bins=0)
