@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.common.outside_graphs import outside_graphs
-from fleet.errors import CheckpointError, ConfigError
+from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, flat_ids, keys_of_slots
 from fleet.ps.embeddings.jagged_ids import JaggedIds
 from fleet.ps.embeddings.lookup import LocalRows, RowLookup, RowSource
@@ -79,7 +80,7 @@ class SparseEmbedding(WatchesWeight):
         name: name of the table; modules with the same name share it. By default the module's name in the model.
         combiner: ``"none"`` gives a row per id, ``"sum"`` and ``"mean"`` one per sample.
         num_slots: the number of features in the ids, side by side; all share the table.
-        separate_slots: the same id has another row in each slot.
+        separate_slots: the same id has another row in each slot; with one slot it changes nothing and warns.
         padding_idx: an id that reads as zeros, is ignored by a combiner, and is not trained.
         entry: which ids are worth a row, ``fleet.CountFilterEntry`` and its siblings; ``None`` admits all.
         initializer: weights of a new row; uniform in [-1e-4, 1e-4) by default.
@@ -401,6 +402,13 @@ def _check_form(name: object, combiner: str, num_slots: object, separate_slots: 
         raise ConfigError(f"SparseEmbedding(entry={entry!r}) takes fleet.CountFilterEntry or one of its siblings.")
     if not isinstance(separate_slots, bool):
         raise ConfigError(f"SparseEmbedding(separate_slots={separate_slots!r}) takes True or False.")
+    if separate_slots and num_slots == 1:
+        warnings.warn(
+            "SparseEmbedding(separate_slots=True) changes nothing with num_slots=1: there is one slot. Give num_slots, "
+            "or leave it out.",
+            OptionWarning,
+            stacklevel=3,
+        )
 
 
 def _check_kind(label: str, kind: type, made: object) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 import fleet
-from fleet.errors import CheckpointError, ConfigError, NotInitializedError
+from fleet.errors import CheckpointError, ConfigError, NotInitializedError, OptionWarning
 from fleet.ps.embeddings.bags import bags_of
 from fleet.ps.embeddings.lookup import LocalRows
 from fleet.ps.table.initializers import Initializer
@@ -134,6 +136,15 @@ def test_shows_and_clicks_that_no_row_can_add_up_are_refused(name: str, wrong: f
     with pytest.raises(ConfigError, match=r"show and click have .*; they take finite numbers of 0 or more"):
         embedding(torch.tensor([1, 2]), **{name: values})
     assert embedding.lookup.take() is None
+
+
+def test_separate_slots_of_one_slot_warn() -> None:
+    with pytest.warns(OptionWarning, match="changes nothing with num_slots=1") as found:
+        fleet.SparseEmbedding(2, separate_slots=True)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fleet.SparseEmbedding(2, num_slots=2, separate_slots=True)
 
 
 def test_wrong_arguments_and_ids_are_refused() -> None:
