@@ -126,6 +126,7 @@ def test_the_queue_variables_are_documented_and_win(monkeypatch: pytest.MonkeyPa
     guide = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "environment.md").read_text()
     values = {name: number for number, name in enumerate(_QUEUE_VARIABLES, start=3)}
     values["independent_recv_thread"] = 1
+    values["thread_pool_size"] = 2  # at most one for each table
     for name, variable in _QUEUE_VARIABLES.items():
         assert f"| `{variable}` | user |  | overrides a_sync_configs['{name}'] |" in guide
         monkeypatch.setenv(variable, str(values[name]))

@@ -87,6 +87,7 @@ class WorkerConnection:
         self.streams: StreamProgress | None = None
         self.lost_ranks: LostRanks | None = None
         self.stopped = False
+        self._sender = config.sender.for_tables(len(plan.configs)) if config.mode == "async" else config.sender
         self._make_client = make_client
         self._train_dense = train_dense
         self._sources = [
@@ -163,8 +164,8 @@ class WorkerConnection:
             return GeoExchange(client, self.exchanged, config.k_steps, self._train_dense)
         if config.mode == "half_async":
             return HalfAsyncExchange(client, self.exchanged, config.num_batches)
-        others = [self.connect(number + 1) for number in range(config.sender.num_clients)]
-        return AsyncExchange(client, self.exchanged, config.sender, others)
+        others = [self.connect(number + 1) for number in range(self._sender.num_clients)]
+        return AsyncExchange(client, self.exchanged, self._sender, others)
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class WorkerConnection:
             self.streams = resume(client)
             # Elsewhere a step needs every worker, or a standby waits for a process of each rank.
             if config.mode == "async" and config.staleness is None and not client.config.has_others:
-                self.lost_ranks = LostRanks(client, self.plan, config.sender, client.notify)
+                self.lost_ranks = LostRanks(client, self.plan, self._sender, client.notify)
         return self.streams
 
 

@@ -28,16 +28,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from fleet.common.own_thread import OwnThread
-from fleet.errors import ConfigError, PSError
+from fleet.errors import ConfigError, OptionWarning, PSError
 from fleet.ps.client.client import Client, Ticket
 from fleet.ps.client.merge import merge_gradients, with_distinct_ids
 from fleet.ps.client.shards import Gradient, Rows
@@ -152,7 +153,7 @@ class SenderConfig:
         max_merge_var_num: the most gradients of a table in one push.
         send_queue_size: the most gradients of a table that may wait; ``put`` blocks beyond.
         send_wait_times: polls of 10 ms without a new gradient before the waiting ones are sent.
-        thread_pool_size: sending threads; a table always belongs to the same one.
+        thread_pool_size: sending threads; a table always belongs to the same one, so there are at most as many.
         independent_recv_thread: receive parameters in their own thread, not in the sending thread after a send.
         min_send_grad_num_before_recv: how many gradients are sent between two receives of parameters.
 
@@ -171,6 +172,19 @@ class SenderConfig:
     def num_clients(self) -> int:
         """How many clients the threads take, where parameters are received."""
         return self.thread_pool_size + self.independent_recv_thread
+
+    def for_tables(self, count: int) -> SenderConfig:
+        """Returns the same queues with at most a thread for each of ``count`` tables; fewer than asked for warn."""
+        most = max(count, 1)
+        if self.thread_pool_size <= most:
+            return self
+        warnings.warn(
+            f"a_sync_configs['thread_pool_size'] is {self.thread_pool_size}, and a table has one thread: {most} of "
+            f"them send, because there are {count} tables. The others would take connections for nothing.",
+            OptionWarning,
+            stacklevel=2,
+        )
+        return replace(self, thread_pool_size=most)
 
     def __post_init__(self) -> None:
         for name in (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 
-from fleet.errors import ConfigError, PSError
+from fleet.errors import ConfigError, OptionWarning, PSError
 from fleet.ps.table.layout import SparseTableConfig
 from fleet.ps.worker.geo import GeoCommunicator, GeoRows
 from fleet.ps.worker.sender import AsyncSender, HalfAsyncSender, SenderConfig
@@ -352,6 +353,16 @@ def test_half_async_sums_batches_and_waits():
 def test_wrong_values_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
         SenderConfig(**{name: value})
+
+
+def test_threads_without_a_table_are_not_started():
+    """Each takes a connection: 2,000 of them filled a server, which turned the other workers away."""
+    config = SenderConfig(thread_pool_size=2000, send_queue_size=3)
+    with pytest.warns(OptionWarning, match=r"thread_pool_size'\] is 2000, and a table has one thread: 2 of them send"):
+        assert config.for_tables(2) == SenderConfig(thread_pool_size=2, send_queue_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert SenderConfig(thread_pool_size=2).for_tables(2).num_clients == 2
 
 
 # -- geo ---------------------------------------------------------------------------------------------------------
