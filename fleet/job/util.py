@@ -29,6 +29,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 _KINDS = "biufcSU"
 _MAX_DIMS = 16
 _SIGN = np.uint64(1 << 63)
+_HALF, _LOW = 32, (1 << 32) - 1  # bits of a half, and the lower half
 
 
 class UtilBase:
@@ -60,7 +61,8 @@ class UtilBase:
         """Returns the sum, minimum or maximum of ``input`` over all workers.
 
         Shape and dtype are those of ``input``; a number gives a numpy number, a list a list; int64 and float64 are
-        exact. The sum of bool arrays is a count, as int64. float16 is summed in float32.
+        exact. The sum of bool arrays is a count, as int64. bfloat16 gives float32. float16 is summed in float32, and
+        infinite beyond 65504.
 
         Args:
             input: number, list, array or tensor; the same shape and dtype on every worker.
@@ -68,7 +70,8 @@ class UtilBase:
             comm_world: "worker"; "all" is the same in a job without parameter servers.
 
         Raises:
-            ConfigError: wrong mode or dtype, or the workers' inputs differ in shape or dtype.
+            ConfigError: wrong mode or dtype, the workers' inputs differ in shape or dtype, or a sum of integers does
+                not fit their dtype.
         """
         if mode not in _REDUCE:
             raise ConfigError(f"all_reduce(mode={mode!r}) takes 'sum', 'min' or 'max'.")
@@ -296,8 +299,10 @@ def _reduce(
         moved = flat.view(np.float32 if dtype.itemsize == 8 else np.float64)
     elif dtype.kind == "b":
         moved = flat.view(np.uint8)
-    elif dtype == np.uint64:  # a sum wraps the same way in both; flipping the sign bit keeps the order
-        moved = (flat if mode == "sum" else flat ^ _SIGN).view(np.int64)
+    elif dtype.kind in "iu" and dtype.itemsize == 8 and mode == "sum":  # in halves, whose sums cannot overflow
+        moved = np.concatenate([(flat >> _HALF).astype(np.int64), flat.view(np.int64) & _LOW])
+    elif dtype == np.uint64:  # flipping the sign bit keeps the order
+        moved = (flat ^ _SIGN).view(np.int64)
     elif dtype == np.float16:
         moved = flat.astype(np.float32)
     elif dtype.kind in "iu" and dtype != np.int64:
@@ -309,11 +314,37 @@ def _reduce(
     result: np.ndarray[Any, np.dtype[Any]] = tensor.numpy()
     if dtype.kind in "bc":
         result = result.view(dtype)
+    elif dtype.kind in "iu" and mode == "sum":
+        result = _checked_sum(result, dtype)
     elif dtype == np.uint64:
-        result = result.view(np.uint64) if mode == "sum" else result.view(np.uint64) ^ _SIGN
-    result = result.astype(dtype, copy=False)
+        result = result.view(np.uint64) ^ _SIGN
+    with np.errstate(over="ignore"):  # float16 becomes infinite, as float32 does in its sum
+        result = result.astype(dtype, copy=False)
     reshaped: np.ndarray[Any, np.dtype[Any]] = result.reshape(shape)
     return reshaped
+
+
+def _checked_sum(moved: np.ndarray[Any, np.dtype[Any]], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+    """Returns sums in ``dtype``, from those of int64 numbers, or of the upper and the lower halves of 64 bits.
+
+    Raises:
+        ConfigError: one does not fit, on every worker.
+    """
+    limits = np.iinfo(dtype)
+    if dtype.itemsize < 8:
+        wrong = (moved < limits.min) | (moved > limits.max)
+        total = moved
+    else:
+        high, low = np.split(moved, 2)
+        high = high + (low >> _HALF)
+        wrong = (high < limits.min >> _HALF) | (high > limits.max >> _HALF)
+        total = ((high << _HALF) | (low & _LOW)).view(dtype)
+    if wrong.any():
+        raise ConfigError(
+            f"all_reduce: {int(wrong.sum())} sum(s) over the workers do not fit {dtype}, which holds {limits.min} to "
+            f"{limits.max}; the first is element {int(np.flatnonzero(wrong)[0])}. Give a wider dtype, such as float64."
+        )
+    return total
 
 
 def _gather(

@@ -17,17 +17,23 @@ if TYPE_CHECKING:
 
 
 def sum(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
-    """Returns the sum of ``input`` over the workers, element by element, in its shape and dtype."""
+    """Returns the sum of ``input`` over the workers, element by element, in its shape and dtype.
+
+    Booleans are counted in int64, and bfloat16 gives float32, which numpy has. float16 is infinite beyond 65504.
+
+    Raises:
+        ConfigError: a sum of integers does not fit their dtype.
+    """
     return reduced(util_of(util, scope), input)
 
 
 def max(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
-    """Returns the largest ``input`` over the workers, element by element, in its shape and dtype."""
+    """Returns the largest ``input`` over the workers by element, in its shape and dtype; bfloat16 in float32."""
     return reduced(util_of(util, scope), input, "max")
 
 
 def min(input: Any, scope: None = None, util: UtilBase | None = None) -> HostArray:  # noqa: A001
-    """Returns the smallest ``input`` over the workers, element by element, in its shape and dtype."""
+    """Returns the smallest ``input`` over the workers by element, in its shape and dtype; bfloat16 in float32."""
     return reduced(util_of(util, scope), input, "min")
 
 

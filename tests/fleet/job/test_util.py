@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,13 @@ def test_a_call_of_all_between_two_batches_of_an_update_is_refused() -> None:
 
 def _reduce_many(rank: int, world_size: int) -> dict[str, Any]:
     util = joined(rank, world_size)
-    big = 2**62 + rank
+    big = 2**61 + rank
     values: dict[str, Any] = {
         "int64": np.array([big, -big, 7], np.int64),
         "float64": np.array([0.1, 1e300, 3.0]) * (rank + 1),
-        "uint64": np.array([2**63 + 5 + rank, rank], np.uint64),
+        "uint64": np.array([6 if rank else 2**63 + 5, rank], np.uint64),
         "int8": np.array([rank, -rank], np.int8),
-        "uint32": np.array([2**32 - 1 - rank], np.uint32),
+        "uint32": np.array([0 if rank else 2**32 - 1], np.uint32),
         "float16": np.array([0.5 + rank], np.float16),
         "float32": np.arange(6, dtype=np.float32).reshape(2, 3) + rank,
         "bool": np.array([rank == 0, True, False]),
@@ -84,14 +85,16 @@ def test_all_reduce_keeps_shape_dtype_and_every_bit() -> None:
         assert np.array_equal(value, other[name][0]), name
         assert dtype == other[name][1]
     expected: dict[str, tuple[Any, str]] = {
-        "min int64": ([2**62, -(2**62) - 1, 7], "int64"),
-        "max int64": ([2**62 + 1, -(2**62), 7], "int64"),
+        "min int64": ([2**61, -(2**61) - 1, 7], "int64"),
+        "max int64": ([2**61 + 1, -(2**61), 7], "int64"),
         "sum float64": ([0.1 + 0.1 * 2, 1e300 + 2e300, 9.0], "float64"),
-        "sum uint64": ([11, 1], "uint64"),
-        "max uint64": ([2**63 + 6, 1], "uint64"),
-        "min uint64": ([2**63 + 5, 0], "uint64"),
+        "sum int64": ([2**62 + 1, -(2**62) - 1, 14], "int64"),
+        "sum uint64": ([2**63 + 11, 1], "uint64"),
+        "max uint64": ([2**63 + 5, 1], "uint64"),
+        "min uint64": ([6, 0], "uint64"),
         "sum int8": ([1, -1], "int8"),
         "max uint32": ([2**32 - 1], "uint32"),
+        "sum uint32": ([2**32 - 1], "uint32"),
         "sum float16": ([2.0], "float16"),
         "sum float32": ([[1, 3, 5], [7, 9, 11]], "float32"),
         "sum bool": ([1, 2, 0], "int64"),
@@ -107,9 +110,45 @@ def test_all_reduce_keeps_shape_dtype_and_every_bit() -> None:
     for name, (value, dtype) in expected.items():
         assert np.array_equal(got[name][0], value), (name, got[name][0])
         assert got[name][1] == dtype, name
-    assert got["sum int64"][0].tolist() == [-(2**63) + 1, 2**63 - 1, 14]  # wraps as int64 does, no float in between
     assert got["sum empty"][0].shape == (0, 3)
     assert np.ndim(got["sum scalar"][0]) == 0
+
+
+def _sum_too_much(rank: int, world_size: int) -> dict[str, str]:
+    util = joined(rank, world_size)
+    edges = {
+        "int8": ([64, 0], [63, 0], [64, 0]),
+        "uint8": ([0, 128], [0, 127], [0, 128]),
+        "int32": ([-(2**30)], [-(2**30)], [-(2**30) - 1]),
+        "int64": ([0, 2**62], [0, 2**62 - 1], [0, 2**62]),
+        "uint64": ([2**63], [2**63 - 1], [2**63]),
+    }
+    found = {}
+    for dtype, (mine, fits, too_much) in edges.items():
+        one, other, third = (np.array(values, dtype) for values in (mine, fits, too_much))
+        total = util.all_reduce(other if rank else one)
+        limits = np.iinfo(dtype)
+        assert total.max() == limits.max or total.min() == limits.min  # the outermost sum that fits
+        try:
+            found[dtype] = f"{util.all_reduce(third if rank else one)}"
+        except ConfigError as error:
+            found[dtype] = str(error)
+    low = np.array([-(2**62) - rank], np.int64)
+    with pytest.raises(ConfigError, match="do not fit int64"):
+        util.all_reduce(low)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isinf(util.all_reduce(np.array([40000.0], np.float16))).all()
+    return found
+
+
+def test_a_sum_of_integers_that_does_not_fit_is_refused_on_every_worker() -> None:
+    """It wrapped: 100 + 100 in int8 was -56."""
+    one, other = run_workers(_sum_too_much, 2)
+    assert one == other
+    for dtype, text in one.items():
+        assert f"1 sum(s) over the workers do not fit {dtype}, which holds" in text, text
+        assert "Give a wider dtype, such as float64." in text
 
 
 def _gather_many(rank: int, world_size: int) -> list[Any]:
