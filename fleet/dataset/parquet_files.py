@@ -129,7 +129,9 @@ class ParquetFiles:
         # The metadata is not read again.
         file, index, _ = self.groups[group]
         try:
-            with self._pq.ParquetFile(file, metadata=self._metadata[file], memory_map=True) as opened:
+            with self._pq.ParquetFile(
+                file, metadata=self._metadata[file], memory_map=True, page_checksum_verification=True
+            ) as opened:
                 if _written(file) != self._written[file]:
                     raise OSError("its size or the time of its last change is another than it was.")
                 table = opened.read_row_group(index, columns=self.columns, use_threads=False)

@@ -44,6 +44,20 @@ def test_row_groups_that_are_damaged_or_gone_are_named(tmp_path):
             dataset.load_state_dict(state)
 
 
+def test_pages_with_checksums_are_checked(tmp_path):
+    """Without compression nothing else notices a byte that changed: it was another value."""
+    file = tmp_path / "checked.parquet"
+    table = pa.table({"a": list(range(5000))})
+    pq.write_table(table, file, compression="none", use_dictionary=False, write_page_checksum=True)
+    (whole,) = fleet.ParquetDataset(file, batch_size=5000)
+    assert whole["a"].tolist() == list(range(5000))
+    damaged = bytearray(file.read_bytes())
+    damaged[20000] ^= 255
+    file.write_bytes(damaged)
+    with pytest.raises(FleetError, match=r"row group 0 of .*checked\.parquet cannot be read.*The file is damaged"):
+        list(fleet.ParquetDataset(file, batch_size=5000))
+
+
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_a_file_of_the_same_layout_is_not_taken_for_the_one_before(is_replaced, tmp_path):
     def write(start, path):
