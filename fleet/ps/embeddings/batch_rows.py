@@ -104,7 +104,8 @@ class _IdPlaces:
             "takes a step between batch and lookup"
             if is_found
             else "ids that no batch holds: no tensor of the batch that the loop took last, in dicts, lists, tuples, "
-            "dataclasses or KeyedJaggedTensors. So they are computed in the model, or are those of another batch"
+            "dataclasses or KeyedJaggedTensors. So they are lists of Python numbers, which are not looked through, are "
+            "computed in the model, or are those of another batch"
         )
         self._say(
             f"fleet.prefetch(): {module.lookup.label} looks up {reason}. Such rows are requested at each lookup, in a "

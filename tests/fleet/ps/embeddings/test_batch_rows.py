@@ -201,6 +201,12 @@ def test_slots_of_jagged_ids_are_requested_by_their_keys(form: str) -> None:
     assert len(servers.requests) == 3
 
 
+def test_lists_of_numbers_are_not_looked_through_and_the_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    servers, _ = loop([[[seed, 7], [8]] for seed in range(5)], [lambda x: x], combiner="sum")
+    assert not servers.requests
+    assert capsys.readouterr().out.count("they are lists of Python numbers, which are not looked through") == 1
+
+
 def test_a_place_that_was_right_by_chance_is_searched_anew() -> None:
     batches = [ids(4, 2, seed=seed) for seed in range(5)]
     batches[0][:, 0] = batches[0][:, 1]
