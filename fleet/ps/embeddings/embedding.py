@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fleet.common.outside_graphs import outside_graphs
+from fleet.common.whole_numbers import count_of
 from fleet.errors import CheckpointError, ConfigError, OptionWarning
 from fleet.ps.embeddings.bags import COMBINERS, Bags, bags_of, combined, flat_ids, keys_of_slots
 from fleet.ps.embeddings.jagged_ids import JaggedIds
@@ -149,7 +150,7 @@ class SparseEmbedding(WatchesWeight):
         self.dim = dim
         self.name = name
         self.combiner = combiner
-        self.num_slots = num_slots
+        self.num_slots = int(num_slots)
         self.separate_slots = separate_slots
         self.padding_idx = padding_idx
         self.entry = entry
@@ -159,7 +160,8 @@ class SparseEmbedding(WatchesWeight):
         self._scales = False
         self._initializer = initializer or Initializer()
         self._seed = seed
-        self.weight = nn.Parameter(torch.empty(0, self.table_config(Rule("sgd")).dim))
+        self.dim = self.table_config(Rule("sgd")).dim
+        self.weight = nn.Parameter(torch.empty(0, self.dim))
         setattr(self.weight, self.MARK, True)
         self.lookup = self._new_lookup()
         self.watch_weight()
@@ -394,7 +396,7 @@ def _check_columns(dim: object, name: object) -> None:
 def _check_form(name: object, combiner: str, num_slots: object, separate_slots: object, entry: object) -> None:
     if combiner not in COMBINERS:
         raise ConfigError(f"SparseEmbedding(combiner={combiner!r}) takes one of {list(COMBINERS)}.")
-    if isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+    if count_of(num_slots) is None:
         raise ConfigError(f"SparseEmbedding(num_slots={num_slots!r}) takes an integer of 1 or more.")
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigError(f"SparseEmbedding(name={name!r}) takes a string, or None for the module's name.")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fleet.common.whole_numbers import count_of
 from fleet.errors import ConfigError
 from fleet.ps.table.accessor import Accessor, accessor_parameters
 from fleet.ps.table.bounds import Bounds
@@ -63,8 +64,10 @@ class SparseTableConfig:
 
     def __post_init__(self) -> None:
         check_table_name(self.name)
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or not 1 <= self.dim <= 65536:
+        dim = count_of(self.dim)
+        if dim is None or dim > 65536:
             raise ConfigError(f"table {self.name!r}: dim is {self.dim!r}; it takes an integer from 1 to 65536.")
+        object.__setattr__(self, "dim", dim)
         if self.create_on not in CREATE_ON:
             raise ConfigError(f"table {self.name!r}: create_on is {self.create_on!r}; one of {list(CREATE_ON)}.")
         if not -(2**63) <= self.seed < 2**63:

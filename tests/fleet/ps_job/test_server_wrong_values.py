@@ -172,7 +172,7 @@ def test_every_argument_of_sparse_embedding_is_tried() -> None:
         (lambda: Rule(3), "the rule 3 does not exist"),  # type: ignore[arg-type]
         (lambda: Rule("sgd", 3), "are 3; they are a dictionary"),  # type: ignore[arg-type]
         (lambda: Rule("sgd", {"lr": 1}), "does not read 'lr'; it reads"),
-        (lambda: Rule("sgd", {"learning_rate": -1}), "learning_rate is -1; it must be finite and not negative"),
+        (lambda: Rule("sgd", {"learning_rate": -1}), "learning_rate is -1; it must be finite in float32 and not negative"),
         (lambda: Rule("adam", {"beta1": 2}), r"beta1 is 2; it must lie in \[0, 1\]"),
         (lambda: Rule("adam", {"epsilon": "x"}), "epsilon is 'x'; it takes a number"),
         (lambda: fleet.StrategyFactory.create_geo_strategy(0), r"update_frequency=0\) takes an integer of 1"),
@@ -192,7 +192,7 @@ def test_entries_accessors_rules(make: Callable[[], Any], rule: str) -> None:
         ({"sparse_optimizer": "adagard"}, "is 'adagard'; one of"),
         ({"sparse_optimizer": 3}, "is 3; one of"),
         ({"learning_rate": "x"}, "learning_rate is 'x'; it takes a number"),
-        ({"learning_rate": -1}, "must be finite and not negative"),
+        ({"learning_rate": -1}, "must be finite in float32 and not negative"),
         ({"initial_range": "x"}, "initial_range is 'x'; it takes a number"),
         ({"initial_range": -1}, "must not be empty"),
         ({"weight_bounds": 3}, "weight_bounds is 3; it takes two numbers"),

@@ -138,6 +138,16 @@ def test_shows_and_clicks_that_no_row_can_add_up_are_refused(name: str, wrong: f
     assert embedding.lookup.take() is None
 
 
+def test_integers_of_numpy_are_integers() -> None:
+    embedding = fleet.SparseEmbedding(np.int64(3), num_slots=np.int32(2))
+    assert (type(embedding.dim), type(embedding.num_slots)) == (int, int)
+    assert type(embedding.table_config(Rule("sgd")).dim) is int  # messages and files take no other
+    assert embedding(torch.tensor([[1, 2]])).shape == (1, 2, 3)
+    for wrong in (np.float64(3), np.bool_(True), np.int64(0)):
+        with pytest.raises(ConfigError, match="takes an integer"):
+            fleet.SparseEmbedding(wrong)
+
+
 def test_separate_slots_of_one_slot_warn() -> None:
     with pytest.warns(OptionWarning, match="changes nothing with num_slots=1") as found:
         fleet.SparseEmbedding(2, separate_slots=True)
