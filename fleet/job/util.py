@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fleet.common.file_shard import split_files
+from fleet.common.host_array import host_array
 from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionError
 from fleet.job.axes import MODEL_AXES
 from fleet.job.job_workers import Workers
@@ -233,9 +234,7 @@ def _is_server(job: Workers) -> bool:
 
 
 def _as_array(value: Any, call: str) -> np.ndarray[Any, np.dtype[Any]]:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()
+    value = host_array(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     try:

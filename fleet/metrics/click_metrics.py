@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fleet.common.host_array import host_array
 from fleet.common.whole_numbers import count_of
 from fleet.errors import CheckpointError, ConfigError
 from fleet.metrics.counted_cells import CountedCells, auc_of, gauc_of
@@ -17,7 +18,6 @@ from fleet.metrics.metric_values import (
     area_under,
     check_state,
     checked_batch,
-    host_array,
     ids_of,
     places_of,
     reduced,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fleet.common.host_array import host_array
 from fleet.errors import CheckpointError
-from fleet.metrics.metric_values import check_state, host_array, reduced
+from fleet.metrics.metric_values import check_state, reduced
 
 if TYPE_CHECKING:
     from fleet.job.util import UtilBase

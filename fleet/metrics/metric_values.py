@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from fleet.common.host_array import host_array
 from fleet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ def places_of(scores: Array, bins: int | None) -> Array:
 
 def array_of(argument: str, value: Any) -> Array:
     """Returns a tensor, an array or lists as an array; raises ConfigError for lists of different lengths."""
+    found = host_array(value)
     try:
-        return np.asarray(host_array(value))
+        return np.asarray(found)
     except ValueError:
         raise ConfigError(f"{argument}: takes rows of one length; some are shorter than others.") from None
 
@@ -64,7 +65,12 @@ def ids_of(argument: str, ids: Any) -> Array:
     """Returns ids as int64 of their shape, unsigned ones by their bits; raises ConfigError for what are no integers."""
     array = array_of(argument, ids)
     if array.dtype.kind not in "iu" and array.size:
-        raise ConfigError(f"{argument}: ids are integers, got dtype {array.dtype}. Hash texts before.")
+        hint = (
+            "Give np.array(ids, np.uint64): numpy makes floats of a list with numbers from 2**63 on and smaller ones."
+            if array.dtype.kind in "fO"
+            else "Hash texts before."
+        )
+        raise ConfigError(f"{argument}: ids are integers, got dtype {array.dtype}. {hint}")
     return array.astype(np.uint64).view(np.int64) if array.dtype.kind == "u" else array.astype(np.int64)
 
 
@@ -105,11 +111,3 @@ def reduced(util: UtilBase, value: Any, mode: str = "sum") -> HostArray:
     """Reduces over the workers; workers that hold one copy of the model together see one batch and count once."""
     reduce = getattr(util, "reduce_replicas", None) or util.all_reduce  # a user's util may have the second only
     return reduce(value, mode)
-
-
-def host_array(value: Any) -> Any:
-    """Returns a tensor as an array on the host, anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    return value.float().numpy() if value.dtype is torch.bfloat16 else value.numpy()  # numpy has no bfloat16

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fleet.common.host_array import host_array
 from fleet.errors import ConfigError
-from fleet.metrics.metric_values import area_under, host_array, reduced, util_of
+from fleet.metrics.metric_values import area_under, reduced, util_of
 
 if TYPE_CHECKING:
     from fleet.job.util import HostArray, UtilBase
@@ -53,8 +54,15 @@ def mse(sqrerr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | No
 
 
 def rmse(sqrerr: Any, total_ins_num: Any, scope: None = None, util: UtilBase | None = None) -> float:
-    """Returns the root of the mean squared error from each worker's sum of squared errors and number of samples."""
-    return math.sqrt(_ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", util_of(util, scope)))
+    """Returns the root of the mean squared error from each worker's sum of squared errors and number of samples.
+
+    Raises:
+        ConfigError: the mean over all workers is negative.
+    """
+    mean = _ratio(sqrerr, total_ins_num, "sqrerr", "total_ins_num", util_of(util, scope))
+    if mean < 0.0:
+        raise ConfigError(f"rmse(): the mean squared error over all workers is {mean:g}; squares are never negative.")
+    return math.sqrt(mean)
 
 
 def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None = None) -> float:
@@ -68,7 +76,7 @@ def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None 
         stat_neg: counts of negative samples, as many.
 
     Raises:
-        ConfigError: the numbers of buckets differ, or a count is negative.
+        ConfigError: the numbers of buckets differ, or a count is negative or not finite.
     """
     chosen = util_of(util, scope)
     local_pos = _flat(stat_pos, "stat_pos")
@@ -77,8 +85,8 @@ def auc(stat_pos: Any, stat_neg: Any, scope: None = None, util: UtilBase | None 
         raise ConfigError(f"auc(): stat_pos has {local_pos.size} buckets and stat_neg {local_neg.size}.")
     pos = np.asarray(reduced(chosen, local_pos))
     neg = np.asarray(reduced(chosen, local_neg))
-    if pos.size and (pos.min() < 0 or neg.min() < 0):
-        raise ConfigError("auc(): a bucket has a negative count.")
+    if not all(bool(((counts >= 0) & np.isfinite(counts)).all()) for counts in (pos, neg)):
+        raise ConfigError("auc(): a bucket has a negative count, or one that is not finite.")
     return area_under(pos, neg)
 
 

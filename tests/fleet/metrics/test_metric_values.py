@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fleet.errors import ConfigError
-from fleet.metrics.metric_values import area_under, checked_batch, host_array, ids_of, places_of, util_of
+from fleet.metrics.metric_values import area_under, checked_batch, ids_of, places_of, util_of
 
 
 def test_batches_are_flat_and_checked() -> None:
@@ -22,9 +22,7 @@ def test_area() -> None:
     assert area_under(np.array([1]), np.array([1])) == 0.5
 
 
-def test_values_on_the_host() -> None:
-    assert host_array("text") == "text"
-    assert host_array(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+def test_a_scope_is_refused() -> None:
     with pytest.raises(ConfigError, match="torch has no scopes"):
         util_of(None, object())
 
@@ -42,3 +40,5 @@ def test_ids_are_integers() -> None:
     assert ids_of("f(x)", []).dtype == np.int64
     with pytest.raises(ConfigError, match=r"f\(x\): ids are integers, got dtype float64"):
         ids_of("f(x)", [0.5])
+    with pytest.raises(ConfigError, match=r"makes floats of a list with numbers from 2\*\*63 on"):
+        ids_of("f(x)", [2**63, 5])

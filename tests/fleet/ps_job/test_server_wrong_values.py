@@ -172,7 +172,7 @@ def test_every_argument_of_sparse_embedding_is_tried() -> None:
         (lambda: Rule(3), "the rule 3 does not exist"),  # type: ignore[arg-type]
         (lambda: Rule("sgd", 3), "are 3; they are a dictionary"),  # type: ignore[arg-type]
         (lambda: Rule("sgd", {"lr": 1}), "does not read 'lr'; it reads"),
-        (lambda: Rule("sgd", {"learning_rate": -1}), "learning_rate is -1; it must be finite in float32 and not negative"),
+        (lambda: Rule("sgd", {"learning_rate": -1}), "is -1; it must be finite in float32 and not negative"),
         (lambda: Rule("adam", {"beta1": 2}), r"beta1 is 2; it must lie in \[0, 1\]"),
         (lambda: Rule("adam", {"epsilon": "x"}), "epsilon is 'x'; it takes a number"),
         (lambda: fleet.StrategyFactory.create_geo_strategy(0), r"update_frequency=0\) takes an integer of 1"),
