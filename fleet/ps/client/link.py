@@ -372,10 +372,10 @@ class Link:
         if self._away_since is None:
             self._away_since = self._said = time.monotonic() if since is None else since
         elif self._dead is None and time.monotonic() - self._away_since > self._config.deadline_s:
-            kept = "; its folder holds its state" if self.welcome.get("level") else ""
+            kept = " Its folder holds its state." if self.welcome.get("level") else ""
             raise PSError(
                 f"{self.name} did not answer for {self._config.deadline_s:g} s; the last failure: {error} "
-                f"Look at its log and restart it{kept}."
+                f"Look at its log and restart it.{kept}"
             )
 
     def _ensure(self) -> None:
