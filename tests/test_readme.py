@@ -212,8 +212,7 @@ def test_the_demo_uses_options_that_the_example_has() -> None:
     recipe = found_in("Makefile", r"^demo:.*?\n\n")
     command = recipe.replace("\\\n", " ").splitlines()[2]
     script, _, options = command.partition("examples/")[2].partition(" ")
-    shown = [sys.executable, str(ROOT / "examples" / script), "--help"]
-    script_help = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout
+    script_help = run_python(ROOT / "examples" / script, "--help").stdout
     used = re.findall(r"--[\w-]+", options)
     assert "--history" in used
     assert [option for option in used if option not in script_help] == []

@@ -23,10 +23,10 @@ _DEFAULT_FILTERS = len(warnings.filters)  # those of Python itself, before any p
 
 @dataclass
 class _Running:
-    """A script and the descriptor on which its end is told."""
+    """A script and the connection on which its end is told."""
 
     pid: int
-    status: int
+    words: socket.socket
 
 
 def _import_packages() -> None:
@@ -51,21 +51,22 @@ def _next_script(connection: socket.socket) -> dict[str, Any]:
         for ended in [descriptor for descriptor in readable if isinstance(descriptor, int)]:
             of = running.pop(ended)
             status = os.waitstatus_to_exitcode(os.waitpid(of.pid, 0)[1])
-            _tell(of.status, f"{status}\n")
-            os.close(of.status)
+            _tell(of.words, status)
+            of.words.close()
             os.close(ended)
         if connection not in readable:
             continue
         packet, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         if not packet:  # the test run is over
             os._exit(0)
-        out, err, status = descriptors
+        out, err, told = descriptors
+        words = socket.socket(fileno=told)
         pid = os.fork()
         if pid == 0:
             for descriptor, of in running.items():
                 os.close(descriptor)
-                os.close(of.status)
-            os.close(status)
+                of.words.close()
+            words.close()
             connection.close()
             os.dup2(out, 1)
             os.dup2(err, 2)
@@ -75,13 +76,14 @@ def _next_script(connection: socket.socket) -> dict[str, Any]:
             return asked
         os.close(out)
         os.close(err)
-        _tell(status, f"{pid}\n")
-        running[os.pidfd_open(pid)] = _Running(pid, status)
+        watched = os.pidfd_open(pid)  # only here: nobody else keeps a script that has ended from being collected
+        _tell(words, pid, watched)
+        running[watched] = _Running(pid, words)
 
 
-def _tell(descriptor: int, text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for this script
-        os.write(descriptor, text.encode())
+def _tell(words: socket.socket, number: int, *descriptors: int) -> None:
+    with contextlib.suppress(ConnectionError):  # nobody waits for this script
+        socket.send_fds(words, [f"{number}".encode()], descriptors)
 
 
 def _become(asked: dict[str, Any]) -> types.ModuleType:

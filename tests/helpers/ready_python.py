@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from tests.helpers.processes import die_with_parent
 
@@ -35,10 +34,10 @@ _started: list[int] = []
 class Script:
     """A running script, which ends with the ``with`` block; the methods are those of ``subprocess.Popen``."""
 
-    def __init__(self, words: IO[str], name: str) -> None:
+    def __init__(self, words: socket.socket, name: str) -> None:
         self._words, self._name = words, name
-        self.pid = int(words.readline())
-        self._watched = os.pidfd_open(self.pid)
+        pid, (self._watched,), _, _ = socket.recv_fds(words, 32, 1)
+        self.pid = int(pid)
         self.returncode: int | None = None
 
     def wait(self, timeout: float) -> int:
@@ -46,7 +45,7 @@ class Script:
         if self.returncode is None:
             if not select.select([self._words], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self._name, timeout)
-            self.returncode = int(self._words.readline())
+            self.returncode = int(self._words.recv(32))
             self._words.close()
             os.close(self._watched)
         return self.returncode
@@ -104,12 +103,10 @@ def start_python(
         "env": dict(os.environ if env is None else env),
         "warnings": list(warnings),
     }
-    ours, theirs = os.pipe()
-    try:
-        socket.send_fds(_ready(), [json.dumps(asked).encode()], [out, err, theirs])
-    finally:
-        os.close(theirs)
-    return Script(os.fdopen(ours), asked["file"] or "a script")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(_ready(), [json.dumps(asked).encode()], [out, err, theirs.fileno()])
+    return Script(ours, asked["file"] or "a script")
 
 
 def run_python(

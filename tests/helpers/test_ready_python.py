@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ready_python import run_python, start_python
+from tests.helpers import ready_python
+from tests.helpers.ready_python import Script, run_python, start_python
 
 
 def test_a_script_finds_its_place(tmp_path: Path) -> None:
@@ -50,6 +52,17 @@ def test_a_script_ends_as_python_ends_it(end: str, status: int) -> None:
     assert done.returncode == status
     assert done.stdout == ("" if "_exit" in end or "KILL" in end else "at exit\n")
     assert done.stderr.rstrip().endswith("ValueError: x") == ("raise" in end)
+
+
+def test_a_script_may_end_before_anyone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Script):
+        def __init__(self, words: socket.socket, name: str) -> None:
+            monkeypatch.undo()
+            assert run_python("").returncode == 0  # the first script has ended and was collected before this one
+            super().__init__(words, name)
+
+    monkeypatch.setattr(ready_python, "Script", Late)
+    assert run_python("import os; os._exit(4)").returncode == 4
 
 
 def test_warnings_count_as_behind_the_option() -> None:
