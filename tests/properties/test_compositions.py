@@ -38,9 +38,9 @@ from tests.properties.models import MODELS
 from tests.properties.oracle import Oracle
 from tests.properties.script import script_of
 
-QUICK, ALL = 200, 5200
-PLANNED, MORE_PLANNED, ALL_PLANNED = 20, 80, 400
-INVARIANT, ALL_INVARIANT = 80, 5080
+QUICK, MORE, ALL = 80, 200, 5200
+PLANNED, MORE_PLANNED, ALL_PLANNED = 10, 80, 400
+INVARIANT, MORE_INVARIANT, ALL_INVARIANT = 24, 80, 5080
 PLAIN = Composition(-1, "Mlp", "zero_first", "sgd", (), {}, 1, 3)
 MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 
@@ -55,13 +55,18 @@ def check(report: Report) -> None:
     assert trained > report.outcomes["refused"], "most compositions work"
 
 
-def test_two_hundred_compositions() -> None:
+def test_eighty_compositions() -> None:
     check(run(range(QUICK), seed=0, most_faults=3))
+
+
+@pytest.mark.slow
+def test_two_hundred_compositions() -> None:
+    check(run(range(QUICK, MORE), seed=0))
 
 
 @pytest.mark.long
 def test_five_thousand_compositions() -> None:
-    check(run(range(QUICK, ALL), seed=0))
+    check(run(range(MORE, ALL), seed=0))
 
 
 def test_compositions_divided_by_a_plan() -> None:
@@ -82,9 +87,14 @@ def test_compositions_in_which_an_invariant_is_at_stake() -> None:
     check(run(range(INVARIANT), seed=0, drawn=invariant, most_faults=3))
 
 
+@pytest.mark.slow
+def test_more_compositions_in_which_an_invariant_is_at_stake() -> None:
+    check(run(range(INVARIANT, MORE_INVARIANT), seed=0, drawn=invariant))
+
+
 @pytest.mark.long
 def test_all_compositions_in_which_an_invariant_is_at_stake() -> None:
-    check(run(range(INVARIANT, ALL_INVARIANT), seed=0, drawn=invariant))
+    check(run(range(MORE_INVARIANT, ALL_INVARIANT), seed=0, drawn=invariant))
 
 
 FOUND_ONCE = (1324, 711, 1465, 560, 717, 2223, 3177)
@@ -112,11 +122,11 @@ def test_a_draw_is_a_function_of_its_number_and_the_seed(drawn: Callable[[int, i
 
 
 def test_the_draws_reach_everything() -> None:
-    made = [draw(i, 0) for i in range(QUICK)]
+    made = [draw(i, 0) for i in range(MORE)]
     assert {one.model for one in made} == {*PLAIN_MODELS}
-    assert {one.loop for one in made} == {*PLAIN_LOOPS}
-    assert {name for one in made for name in one.names} == set(NAMES)
-    tried = [invariant(i, 0) for i in range(INVARIANT)]
+    assert {one.loop for one in made[:QUICK]} == {*PLAIN_LOOPS}
+    assert {name for one in made[:QUICK] for name in one.names} == set(NAMES)
+    tried = [invariant(i, 0) for i in range(MORE_INVARIANT)]
     assert {one.model for one in tried} >= {*TRYING_MODELS}
     assert {one.loop for one in tried} >= {*TRYING_LOOPS}
 

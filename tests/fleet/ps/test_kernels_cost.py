@@ -79,18 +79,6 @@ def test_a_broken_numba_is_named_before_anything_is_built(broken: str, built: st
     assert re.search(words, said), said
 
 
-def test_kernels_work_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """A read-only install without a home: the kernels compile in memory instead of failing."""
-    code = (
-        "import numba.core.caching as c\n"
-        "c.CacheImpl._locator_classes = []\n"
-        "from fleet.ps.table.kernels.numba_cache import cache_works; print(cache_works())\n" + TABLE
-    )
-    first, second = _run(code).splitlines()
-    assert first == "False"
-    assert second.startswith("TableMemory")
-
-
 KERNELS = (
     "from fleet.ps.table.kernels.rule_kernels import update_function\n"
     "update_function('sgd')\n"
@@ -98,6 +86,21 @@ KERNELS = (
     "import numpy as np; from fleet.dataset.kernels import copy_runs\n"
     "copy_runs(np.zeros(1), np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1)); print('good')"
 )
+
+
+@pytest.mark.parametrize(
+    ("uses", "said"), [(KERNELS, "good"), pytest.param(TABLE, "TableMemory", marks=pytest.mark.slow)]
+)
+def test_kernels_work_where_nothing_can_be_written(uses: str, said: str) -> None:
+    """A read-only install without a home: the kernels compile in memory instead of failing."""
+    code = (
+        "import numba.core.caching as c\n"
+        "c.CacheImpl._locator_classes = []\n"
+        "from fleet.ps.table.kernels.numba_cache import cache_works; print(cache_works())\n" + uses
+    )
+    first, second = _run(code).splitlines()
+    assert first == "False"
+    assert second.startswith(said)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04K", b"text"])
+@pytest.mark.parametrize(
+    "content", [b"", *(pytest.param(text, marks=pytest.mark.slow) for text in (b"\x80\x04K", b"text"))]
+)
 def test_damaged_files_of_the_cache_are_written_anew(content: bytes, cache: Path) -> None:
     """A machine that died leaves empty files; every start ended with EOFError until somebody removed them."""
     files = [path for kind in ("nbi", "nbc") for path in cache.rglob(f"*.{kind}")]

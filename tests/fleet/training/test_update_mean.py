@@ -19,6 +19,7 @@ from tests.helpers.mean_training import Case, batch, counted, draw, expected, ne
 from tests.helpers.workers import run_workers
 
 DRAWN = {1: 20, 2: 40, 3: 10, 4: 20}
+QUICK = 10
 
 
 def check(workers: int, numbers: range) -> None:
@@ -33,7 +34,13 @@ def check(workers: int, numbers: range) -> None:
 @pytest.mark.parametrize("workers", DRAWN)
 def test_drawn_loops_equal_one_process(workers: int) -> None:
     """Masks, empty micro-batches and workers; stages, forms of accumulation, clipping, scalers, two losses, weights."""
-    check(workers, range(DRAWN[workers]))
+    check(workers, range(QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_more_drawn_loops_equal_one_process(workers: int) -> None:
+    check(workers, range(QUICK, DRAWN[workers]))
 
 
 @pytest.mark.long
