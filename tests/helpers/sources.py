@@ -34,22 +34,12 @@ def python_files(*folders: str) -> list[Path]:
 @cache
 def syntax_tree(path: Path) -> ast.Module:
     """Returns the syntax tree of a file; ``path`` is relative to the root."""
-    return _trees()[path] if path in _trees() else _parsed(path)
-
-
-@cache
-def _trees() -> dict[Path, ast.Module]:
-    """All at once and out of the sight of the garbage collector, which would take longer than the parser."""
-    gc.disable()
+    gc.disable()  # and freeze(): the garbage collector would take longer over the trees than the parser
     try:
-        return {path: _parsed(path) for path in python_files()}
+        return ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
 
 
 @cache

@@ -14,6 +14,7 @@ import ast
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,7 @@ def known_formats() -> list[Format]:
     return sorted(map(_declared, files), key=lambda one: (one.order, one.module))
 
 
+@cache
 def _declared(path: Path) -> Format:
     """Returns the ``FORMAT`` that a module declares. Raises TypeError where it declares none."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
