@@ -42,10 +42,13 @@ _DOTS = "\N{HORIZONTAL ELLIPSIS}"
 
 def words_of_help(part: str, language: str, english: dict[str, str]) -> dict[str, str]:
     """Returns the words of a generated part in ``language``; ``english`` are those of the code."""
-    if language == "en":
-        return english
+    return english if language == "en" else _help_words(language)[part]
+
+
+@cache
+def _help_words(language: str) -> dict[str, dict[str, str]]:
     text = (ROOT / "docs" / "help" / f"words.{language}.yaml").read_text(encoding="utf-8")
-    words: dict[str, str] = yaml.safe_load(text)[part]
+    words: dict[str, dict[str, str]] = yaml.safe_load(text)
     return words
 
 

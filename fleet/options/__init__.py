@@ -484,6 +484,7 @@ ENGLISH: Mapping[str, Any] = {
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
+@functools.cache
 def words_of(language: str, folder: Path = DOCS) -> Mapping[str, Any]:
     """Returns the words of ``language``; ``folder`` holds ``options.LANGUAGE.yaml``, English needs no file."""
     if language == "en":
