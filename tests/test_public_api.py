@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import fleet
+from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT
 
 
@@ -27,8 +28,8 @@ def fresh(code: str, *, flags: tuple[str, ...] = (), without: str = "") -> str:
 
 
 def fresh_error(code: str) -> str:
-    """Returns the last line of the error with which ``code`` ends in a new interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    """Returns the last line of the error with which ``code`` ends in a process that has not imported fleet before."""
+    done = run_python(code, cwd=ROOT)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
@@ -124,7 +125,7 @@ folders = "fleet.strategies.tensor_parallel.", "fleet.strategies.pipeline.", "fl
 print(sorted(name for name in sys.modules if name.startswith(folders)))
 """
     named = ["pipeline.cut", "pipeline.descriptions", "pipeline.pipeline", "tensor_parallel.tensor_parallel"]
-    assert fresh(code) == str([f"fleet.strategies.{name}" for name in named])
+    assert run_python(code, cwd=ROOT).stdout.strip() == str([f"fleet.strategies.{name}" for name in named])
 
 
 WATCH = """

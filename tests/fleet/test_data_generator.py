@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 import fleet
 from fleet.data_generator import DataGenerator, MultiSlotDataGenerator, MultiSlotStringDataGenerator
 from fleet.errors import ConfigError
+from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT
 
 
@@ -178,7 +178,7 @@ def test_import_shapes() -> None:
     """B.1, B.7."""
     code = "import fleet.data_generator as dg; from fleet import fleet; print(fleet.data_generator is dg, "
     code += "fleet.MultiSlotDataGenerator is dg.MultiSlotDataGenerator, dg.MultiSlotStringDataGenerator.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python(code, cwd=ROOT)
     assert done.stdout.split() == ["True", "True", "MultiSlotStringDataGenerator"], done.stderr
 
 

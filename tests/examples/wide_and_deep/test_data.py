@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from tests.examples.wide_and_deep.example import EXAMPLE, example_module, only_this_example, write_criteo
+from tests.helpers.ready_python import run_python
 
 data = example_module("data")
 
@@ -19,8 +18,7 @@ data = example_module("data")
 def test_an_id_is_the_same_in_every_process() -> None:
     """Workers and servers meet over ids; Python's own hash differs from process to process."""
     line = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r}); import data; print(data.hash_id('carrier', 'UA'))"
-    found = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, timeout=60)
-    assert int(found.stdout) == data.hash_id("carrier", "UA") == 3284525204149652516
+    assert int(run_python(line).stdout) == data.hash_id("carrier", "UA") == 3284525204149652516
 
 
 def test_ids_differ_by_slot_and_value_and_are_never_padding() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from fleet.__main__ import COMMANDS
 from fleet.common.command_text import plain_text, typed
+from tests.helpers.ready_python import run_python
 
 
 def test_the_typed_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_help_shows_the_typed_name_and_no_markup(command: str, program: str) -> 
     code = f"import sys, fleet.__main__ as m; sys.argv[0] = {program.split()[0]!r}; sys.exit(m.main(sys.argv[1:]))"
     words = [*command.split(), "--help"]
     environment = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
+    done = run_python(code, *words, env=environment)
     assert done.returncode == 0, done.stderr
     assert "``" not in done.stdout
     assert re.match(f"usage: {program} {command or 'COMMAND'}".rstrip(), done.stdout), done.stdout[:200]

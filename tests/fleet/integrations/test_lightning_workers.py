@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from fleet.errors import ConfigError
 from fleet.role_maker.record import RoleRecord
+from tests.helpers.ready_python import run_python
 from tests.helpers.sources import ROOT
 from tests.helpers.workers import run_workers
 
@@ -143,6 +142,6 @@ def test_arguments_that_contradict_the_job(given: dict[str, Any], rule: str) -> 
 @pytest.mark.parametrize("module", ["fabric", "lightning"])
 def test_without_lightning_the_error_names_the_extra(module: str) -> None:
     code = f"import sys; sys.modules['lightning'] = None; import fleet.integrations.{module}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_python(code, cwd=ROOT)
     assert done.returncode == 1
     assert "pip install '.[lightning]'" in done.stderr.splitlines()[-1]

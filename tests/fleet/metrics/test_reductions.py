@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from fleet import metrics
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.util import UtilBase
 from tests.fleet.job.test_util import alone, joined
+from tests.helpers.ready_python import run_python
 from tests.helpers.workers import run_workers
 
 UTIL = alone()
@@ -171,7 +170,7 @@ def test_without_util_the_running_fleet_is_asked(monkeypatch: pytest.MonkeyPatch
 
 def test_the_module_is_importable_alone() -> None:
     code = "import fleet.metrics, sys; sys.exit('fleet.facade' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert run_python(code).returncode == 0
 
 
 def test_values_of_a_bfloat16_model_are_taken() -> None:
