@@ -139,5 +139,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("gradient_merg", ["amp", "gradient_merge"])
         " Did you mean 'gradient_merge'?"
     """
+    if name.startswith("_"):  # tools ask every object for such names; nobody mistypes them
+        return ""
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

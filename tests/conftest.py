@@ -47,7 +47,6 @@ def pytest_collection() -> Iterator[None]:
     """Keeps what the run imports and collects, a million objects, out of the sight of the garbage collector."""
     gc.disable()
     yield
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -64,9 +64,6 @@ def trains(first: str, second: str) -> bool:
     return True
 
 
-PAIRS = [pair for pair in pairs() if trains(*pair)]
-
-
 def assert_equal(report: dict[str, Any]) -> None:
     """Asserts that nothing differs, and that steps were compared."""
     assert report["outcome"] == "equal", (report["findings"], report["notes"])
@@ -112,9 +109,11 @@ def test_an_example_is_equal(name: str, tmp_path: Path) -> None:
     assert_equal(verify(Path(script), tmp_path, "--steps", "4", arguments=given))
 
 
-@pytest.mark.parametrize("name", sampled(["+".join(pair) for pair in PAIRS], PAIR_SAMPLE))
+@pytest.mark.parametrize("name", sampled(["+".join(pair) for pair in pairs()], PAIR_SAMPLE))
 def test_a_pair_that_trains_is_equal(name: str, tmp_path: Path) -> None:
     first, second = name.split("+")
+    if name not in PAIR_SAMPLE and not trains(first, second):
+        pytest.skip("this pair is refused")
     file = tmp_path / "strategy.yaml"
     file.write_text(yaml.safe_dump(options_of(first, second)), encoding="utf-8")
     wants = {"lamb": "--adam", "pipeline": "--pipeline"}
