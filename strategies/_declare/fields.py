@@ -148,7 +148,7 @@ class Config:
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
         """Returns the names of the settings in the order they are declared."""
-        return tuple(f.name for f in dataclasses.fields(cls))
+        return tuple(_value_types(cls))
 
     @classmethod
     def label(cls, key: str) -> str:
@@ -181,7 +181,7 @@ class Config:
 
     def changes(self) -> dict[str, Any]:
         """Returns, as :meth:`as_dict` does, the keys that do not hold their defaults."""
-        default = type(self)()
+        default = default_of(type(self))
         found = {}
         for key in self.key_names():
             value = getattr(self, key)
@@ -195,16 +195,29 @@ class Replacement(dict[str, Any]):
     """A dictionary that takes the place of the one before it; others are merged over that."""
 
 
+# Type checkers take a class whose instances are unhashable for unhashable itself: these two take Any.
+
+
 @cache
-def _type_hints(config: Any) -> dict[str, Any]:
-    return typing.get_type_hints(config)
+def _value_types(config: Any) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(config)
+    return {f.name: hints[f.name] for f in dataclasses.fields(config)}
 
 
-def value_types(config: type[Config]) -> dict[str, Any]:
-    """Returns the annotated type of every setting of ``config``."""
-    group: Any = config  # type checkers take a class whose instances are unhashable for unhashable itself
-    hints = _type_hints(group)
-    return {key: hints[key] for key in config.key_names()}
+@cache
+def _default_of(config: Any) -> Any:
+    return config()
+
+
+def value_types(config: type[Config]) -> Mapping[str, Any]:
+    """Returns the annotated type of every setting of ``config``, in the order they are declared."""
+    return _value_types(config)
+
+
+def default_of(config: type[ConfigT]) -> ConfigT:
+    """Returns the settings with their defaults, one object for all who compare with it."""
+    made: ConfigT = _default_of(config)
+    return made
 
 
 def plain(value: Any) -> Any:

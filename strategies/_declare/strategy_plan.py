@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from fleet.errors import ConfigError, StrategyConflictError, UnsupportedOptionError
-from fleet.strategies._declare.fields import Config, Values
+from fleet.strategies._declare.fields import Config, Values, default_of
 from fleet.strategies._declare.strategy import GROUPS, REGISTRY, JobKind, Strategy
 
 _IN_PS_JOB = "this is a parameter-server job, and the option belongs to collective training"
@@ -160,13 +160,13 @@ def refused_settings(options: Values, chosen: Sequence[type[Strategy]]) -> list[
     """Returns an error for every setting that cannot be honoured and does not hold its default."""
     found: list[ConfigError] = []
     for group in GROUPS:
-        default = group()
+        default = default_of(group)
         for key in group.key_names():
             found += _refused(group, key, options[key], getattr(default, key))
     for strategy in chosen:
         if strategy.Config is not None:
             config = options[f"{strategy.name}_configs"]
-            default = strategy.Config()
+            default = default_of(strategy.Config)
             for key in config.key_names():
                 found += _refused(strategy.Config, key, getattr(config, key), getattr(default, key))
     return found
