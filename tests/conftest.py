@@ -26,7 +26,7 @@ if os.environ.get("CI"):
 # One fork server serves the whole run, and only what is named before its first process counts. The processes of a job
 # then start in a fraction of a second: without the last of these, jobs that are killed 20 times took seven times as
 # long and missed their deadline on a slow machine.
-_PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch.optim", "pytest", "tests.helpers.ps_warm"]
+_PRELOAD = ["torch.distributed", "torch.nn.parallel", "torch.optim", "pytest", "hypothesis", "tests.helpers.ps_warm"]
 _ALLOWED = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 _ALLOWED |= {"PYTORCH_NVML_BASED_CUDA_CHECK"}  # importing Lightning sets it
 

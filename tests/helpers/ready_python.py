@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -151,4 +152,5 @@ def _ready() -> socket.socket:
         )
     process.returncode = 0  # it ends when this process does: nobody waits for it, and Popen must not warn of that
     _started.append(process.pid)
+    atexit.register(ours.close)
     return ours

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 import fleet
 from tests.examples.recommenders.example import example_module
+from tests.helpers.scikit_learn import roc_auc_score
 
 evaluation = example_module("evaluation")
 feeds = example_module("feeds")

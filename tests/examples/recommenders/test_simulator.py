@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from tests.examples.recommenders.example import EXAMPLE, example_module
+from tests.helpers.scikit_learn import roc_auc_score
 
 files = example_module("simulator.files")
 settings = example_module("simulator.settings")

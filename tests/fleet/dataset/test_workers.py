@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sklearn.metrics import log_loss, ndcg_score, roc_auc_score
 
 import fleet
 from fleet.dataset.workers import GlooWorkers, OneWorker, WorkerGroup, sum_over, worker_group_of
@@ -19,6 +18,7 @@ from fleet.errors import ConfigError, NotInitializedError, UnsupportedOptionErro
 from fleet.facade import Fleet
 from tests.fleet.dataset.files import write_files
 from tests.fleet.dataset.test_in_memory import made, written
+from tests.helpers.scikit_learn import log_loss, ndcg_score, roc_auc_score
 from tests.helpers.workers import free_ports, run_workers
 
 

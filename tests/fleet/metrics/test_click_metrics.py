@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.calibration import calibration_curve
-from sklearn.metrics import log_loss, roc_auc_score
 
 from fleet import metrics
 from fleet.errors import CheckpointError, ConfigError
 from fleet.metrics import counted_cells
 from tests.fleet.job.test_util import alone, joined
+from tests.helpers.scikit_learn import calibration_curve, log_loss, roc_auc_score
 from tests.helpers.workers import run_workers
 
 UTIL = alone()

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from fleet.errors import CheckpointError
 from fleet.metrics import counted_cells
 from fleet.metrics.counted_cells import CountedCells, auc_of, gauc_of
+from tests.helpers.scikit_learn import roc_auc_score
 
 
 class Replicas:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import ndcg_score, top_k_accuracy_score
 
 from fleet import metrics
 from fleet.errors import CheckpointError, ConfigError
 from tests.fleet.job.test_util import alone, joined
+from tests.helpers.scikit_learn import ndcg_score, top_k_accuracy_score
 from tests.helpers.workers import run_workers
 
 UTIL = alone()

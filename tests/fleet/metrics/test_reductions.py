@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score
 
 from fleet import metrics
 from fleet.errors import CheckpointError, ConfigError
 from fleet.job.util import UtilBase
 from tests.fleet.job.test_util import alone, joined
 from tests.helpers.ready_python import run_python
+from tests.helpers.scikit_learn import roc_auc_score
 from tests.helpers.workers import run_workers
 
 UTIL = alone()
