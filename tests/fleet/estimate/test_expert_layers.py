@@ -83,12 +83,11 @@ NAIVE, GSHARD, SWITCH = {"type": "naive", "top_k": 2}, {"type": "gshard", "top_k
 @pytest.mark.parametrize(
     ("degrees", "gate", "workers"),
     [
-        ({"sharding": 2, "ep": 2}, NAIVE, 2),
-        ({"sharding": 2, "ep": 2}, SWITCH, 2),
-        ({"sharding": 4, "ep": 2, "moe_sharding": 2}, GSHARD, 4),
-        ({"dp": 2}, NAIVE, 2),
+        pytest.param({"sharding": 2, "ep": 2}, NAIVE, 2, id="ep 2"),
+        pytest.param({"sharding": 2, "ep": 2}, SWITCH, 2, id="ep 2, switch", marks=pytest.mark.slow),
+        pytest.param({"sharding": 4, "ep": 2, "moe_sharding": 2}, GSHARD, 4, id="ep 2 of 4", marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, NAIVE, 2, id="whole"),
     ],
-    ids=["ep 2", "ep 2, switch", "ep 2 of 4", "whole"],
 )
 def test_within_15_percent(degrees: dict[str, int], gate: dict[str, Any], workers: int) -> None:
     """Experts, their gradients and their state divided by ep, the state by moe_sharding; exchanged tokens.

@@ -85,10 +85,21 @@ class TableAgainstDictionary(RuleBasedStateMachine):
         self.table.close()
 
 
-TestTableAgainstDictionary = TableAgainstDictionary.TestCase
-TestTableAgainstDictionary.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def _examples(count: int) -> settings:
+    return settings(max_examples=count, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestTableAgainstDictionary(TableAgainstDictionary.TestCase):
+    """A few examples."""
+
+    settings = _examples(12)
+
+
+@pytest.mark.slow
+class TestTableAgainstDictionaryLonger(TableAgainstDictionary.TestCase):
+    """More of them."""
+
+    settings = _examples(40)
 
 
 def test_growth_keeps_the_load() -> None:
