@@ -148,7 +148,7 @@ class Config:
     @classmethod
     def key_names(cls) -> tuple[str, ...]:
         """Returns the names of the settings in the order they are declared."""
-        return tuple(_value_types(cls))
+        return tuple(value_types(cls))
 
     @classmethod
     def label(cls, key: str) -> str:
@@ -195,9 +195,6 @@ class Replacement(dict[str, Any]):
     """A dictionary that takes the place of the one before it; others are merged over that."""
 
 
-# Type checkers take a class whose instances are unhashable for unhashable itself: these two take Any.
-
-
 @cache
 def _value_types(config: Any) -> Mapping[str, Any]:
     hints = typing.get_type_hints(config)
@@ -211,12 +208,14 @@ def _default_of(config: Any) -> Any:
 
 def value_types(config: type[Config]) -> Mapping[str, Any]:
     """Returns the annotated type of every setting of ``config``, in the order they are declared."""
-    return _value_types(config)
+    group: Any = config  # type checkers take a class whose instances are unhashable for unhashable itself
+    return _value_types(group)
 
 
 def default_of(config: type[ConfigT]) -> ConfigT:
     """Returns the settings with their defaults, one object for all who compare with it."""
-    made: ConfigT = _default_of(config)
+    group: Any = config
+    made: ConfigT = _default_of(group)
     return made
 
 
