@@ -196,10 +196,10 @@ def test_plan_order_does_not_depend_on_the_hash_seed() -> None:
         subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONHASHSEED": seed}
         )
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     ]
     printed = [process.communicate(timeout=150)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * 3
+    assert [process.returncode for process in running] == [0] * 2
     assert len(set(printed)) == 1
     assert "'recompute', 'data_parallel'" in printed[0]
 
