@@ -52,11 +52,12 @@ class LogicalGradients(SetAside):
         bucket_MiB: the size of what travels at once.
         last_bucket_MiB: the same of what travels last.
         divisor: the sum is divided by it, unless ``fleet.mean`` has given counts.
+        notes_pass: called when a backward pass begins.
     """
 
     def __init__(
         self, everyone: Sequence[Accumulator], logical: LogicalWorkers, group: Any, *, bucket_MiB: float,
-        last_bucket_MiB: float, divisor: float,
+        last_bucket_MiB: float, divisor: float, notes_pass: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         hosted = len(logical.ranks)
         super().__init__("reproducible", everyone, per_update=hosted * logical.rounds_per_update, average=False)
@@ -65,6 +66,7 @@ class LogicalGradients(SetAside):
         self._bucket_bytes = bucket_MiB * _MIB
         self._last_bucket_bytes = last_bucket_MiB * _MIB
         self._divisor = divisor
+        self._notes_pass = notes_pass
         self._counts = BatchCounts(logical, group)
         self._buckets: list[TreeBucket] = []
         self._bucket_of: dict[Tensor, TreeBucket] = {}
@@ -167,6 +169,7 @@ class LogicalGradients(SetAside):
                 "optimizers, as in a GAN: loss.backward(inputs=list(net.parameters())) for each loss), or update each "
                 "model in a loop of its own over fleet.elastic.logical_ranks()."
             )
+        self._notes_pass()
         self._notice_clear()
         self._running = True
         torch.autograd.Variable._execution_engine.queue_callback(self._set_aside)

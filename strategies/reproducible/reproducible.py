@@ -201,6 +201,7 @@ class Reproducible(StepCounter, GradientKeeper):
             bucket_MiB=options["fuse_grad_size_in_MB"] if fuses else 0.0,
             last_bucket_MiB=options["last_comm_group_size_MB"] if fuses else 0.0,
             divisor=float(workers * rounds),
+            notes_pass=self._weights.note_pass,
         )  # fmt: skip
         self._gradients.append(gradients)
         return TurnOptimizer(optimizer, gradients, self._buffers)

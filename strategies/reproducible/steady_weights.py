@@ -37,14 +37,21 @@ class SteadyWeights:
         looks_closely = number & (number - 1) == 0
         return marks, [_norm(tensor) for tensor in own] if looks_closely else []
 
+    @torch.no_grad()
     def follow(self) -> None:
         """Takes the weights as they are now; called when a model has got parameters."""
-        self._note(self._logical.rank)
-
-    @torch.no_grad()
-    def _note(self, rank: int) -> None:
         if self._logical.is_amid_update:
             self._marks, self._norms = self._found()
+
+    def note_pass(self) -> None:
+        """Called when a backward pass begins: the first forward of a model may have completed it, as asp does."""
+        if self._logical.round == 0:
+            self.follow()
+
+    def _note(self, rank: int) -> None:
+        self._marks = []
+        if self._logical.round:
+            self.follow()
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -52,7 +59,7 @@ class SteadyWeights:
             return
         marks, norms = self._found()
         if len(marks) != len(self._marks):
-            return  # the model has got parameters
+            return  # nothing was noted, or the model has got parameters
         changed = [place for place, mark in enumerate(marks) if mark != self._marks[place]]
         changed += [place for place, norm in enumerate(norms) if not _is_equal(norm, self._norms[place])]
         if changed:

@@ -15,11 +15,12 @@ from tests.helpers.workers import run_workers
 Change = Callable[[nn.Module, bool], None]
 
 
-def train(change: Change, net: nn.Module | None = None) -> None:
+def train(change: Change, net: nn.Module | None = None, **options: bool) -> None:
     """Trains three updates of two logical workers; ``change`` gets the model after each step."""
     strategy = fleet.DistributedStrategy()
     strategy.reproducible = True
     strategy.reproducible_configs = {"logical_workers": 2}
+    strategy.update(options)
     torch.manual_seed(0)
     fleet.init(is_collective=True, strategy=strategy)
     net = net or nn.Linear(4, 1)
@@ -79,6 +80,10 @@ def test_parameters_without_a_gradient_may_be_of_any_type() -> None:
     net.register_parameter("places", nn.Parameter(torch.arange(3), requires_grad=False))
     net.register_parameter("mask", nn.Parameter(torch.ones(3, dtype=torch.bool), requires_grad=False))
     train(nothing, net)
+
+
+def test_masks_that_the_first_forward_chooses_are_no_change() -> None:
+    train(nothing, nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 1)), asp=True)
 
 
 def test_a_lazy_layer_is_completed_before_its_optimizer_is_wrapped() -> None:
