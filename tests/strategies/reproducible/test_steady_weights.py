@@ -167,5 +167,5 @@ def test_an_optimizer_that_fleet_did_not_wrap_is_refused() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    with pytest.raises(ConfigError, match=r"an optimizer that distributed_optimizer\(\) did not return"):
+    with pytest.raises(ConfigError, match=r"distributed_optimizer\(\) has not seen that optimizer"):
         run()
