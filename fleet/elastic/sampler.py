@@ -224,8 +224,8 @@ class ElasticSampler(Sampler[int]):
         if self._logical is not None and running_logical() is self._logical:
             raise ConfigError(
                 "The loader of an ElasticSampler was iterated by itself, and with 'reproducible' its batches belong to "
-                "logical workers, some of whom this process hosts. Train over sampler.batches(loader). For what is "
-                "equal on all processes, as an evaluation or update_bn(), make another DataLoader without this sampler."
+                "logical workers, some of which this process hosts. Train over sampler.batches(loader). For passes "
+                "that are equal on all processes, as of update_bn(), make another DataLoader without this sampler."
             )
         return self._begin_pass()
 

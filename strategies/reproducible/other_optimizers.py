@@ -18,7 +18,7 @@ class OtherOptimizers:
     """Looks at every step of an optimizer in this process.
 
     A loop may take steps of its own inside a batch, as on the inputs or on weights of an inner loop. An optimizer that
-    steps in several batches trains what it holds on the batches of this process alone.
+    steps in several batches trains its parameters on the batches of this process alone.
 
     Args:
         job: says when it steps an optimizer itself.

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from fleet.errors import ConfigError, did_you_mean
 
 LEARNING_RATE = "learning_rate"
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # what is above it is infinite in a row
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # larger numbers are infinite in a row
 _BOUNDS = {"lower_bound": -math.inf, "upper_bound": math.inf}
 _SHOW = {"initial_g2sum": 3.0, "show_scale": 1.0}
 _DECAY = {"weight_decay": 0.0}
