@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from fleet.common.derived_seeds import derived_seed, seed_generators
 from fleet.errors import ConfigError
-from fleet.job.logical_workers import LogicalWorkers
+from fleet.job.logical_workers import LogicalWorkers, LoopOverRanks
 from fleet.job.running import running_job, running_logical
 from fleet.training.batch_loops import BatchLoops
 
@@ -38,7 +38,7 @@ def logical_ranks() -> Iterator[int]:
         yield 0 if job is None else job.data_rank
         return
     logical = job.logical
-    loop = object()
+    loop = LoopOverRanks()
     logical.begin_loop()
     yield from job.listeners.get(BatchLoops).over(loop, (logical.begin_turn(loop) for _ in logical.ranks))
 

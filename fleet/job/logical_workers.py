@@ -45,6 +45,10 @@ def hosted_blocks(num_logical: int, num_hosts: int) -> list[range]:
     return [hosted_ranks(num_logical, num_hosts, host) for host in range(num_hosts)]
 
 
+class LoopOverRanks:
+    """A loop that goes over logical ranks, and not over batches."""
+
+
 class LogicalWorkers:
     """The logical workers of a job, and whose turn it is on this process; see [Note: Turns].
 
@@ -144,7 +148,9 @@ class LogicalWorkers:
         """Ends the present turn, if there is one: the loop asks for its next batch."""
         if not self.is_open:
             return
-        if self.is_amid_update and torch.initial_seed() != self._known_seed:
+        # A loop that is given the logical rank may seed by it.
+        is_seeded = torch.initial_seed() != self._known_seed and not isinstance(self.loop, LoopOverRanks)
+        if self.is_amid_update and is_seeded:
             raise ConfigError(
                 f"torch.manual_seed({torch.initial_seed()}) was called in the batch of logical worker {self.rank}, "
                 "which completes no update. With 'reproducible' each batch draws numbers of its own from the job's "

@@ -302,11 +302,14 @@ def _no_table_message(folder: Path) -> str:
         return f"{folder}: no saved table here (no part-NNN.json).{hint}"
     if not given.is_dir():
         return f"{given}: no saved table here. The folder does not exist; check the directory."
+    name = unquote(folder.name)
+    if name != folder.name and (given / name).is_dir():
+        return f"{name!r} in {given} is dense: its parameters have no ids. Name a table of rows."
     if not folder.is_dir():
         tables = sorted(unquote(path.parent.name) for path in given.glob("*/part-000*"))
         some = f"the tables {list(dict.fromkeys(tables))[:_SHOWN]}" if tables else "no tables"
         return (
-            f"{given}: no saved table here that is called {unquote(folder.name)!r}; the folder has {some}. Check the "
+            f"{given}: no saved table here that is called {name!r}; the folder has {some}. Check the "
             "directory and the table's name."
         )
     names = sorted(path.name for path in folder.iterdir())[:5]

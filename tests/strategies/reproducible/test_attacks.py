@@ -229,6 +229,19 @@ def test_a_seed_in_a_batch_is_refused() -> None:
         train()
 
 
+def _seeds_by_logical_rank(rank: int, world_size: int) -> list[Tensor]:
+    own = Training()
+    for update in range(2):
+        for logical_rank in fleet.elastic.logical_ranks():
+            torch.manual_seed(100 * update + logical_rank)
+            own.batch(torch.randn(4, 4), torch.randn(4, 1))
+    return own.result()
+
+
+def test_a_loop_over_logical_ranks_may_seed_by_them() -> None:
+    on_each_number(_seeds_by_logical_rank)
+
+
 def _draws_samples_after_an_update(rank: int, world_size: int) -> list[Tensor]:
     """A seed where an update is made, as for pictures that are comparable."""
     own = Training()
