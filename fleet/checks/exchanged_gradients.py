@@ -114,9 +114,8 @@ class ExchangedGradients(Listener):
             raise ConfigError(
                 f"step() got a gradient of {name!r} that differs between the workers: no backward pass of the "
                 "wrapped model has exchanged what was added to it last. Gradients that torch.autograd.grad returns, "
-                "those of backward() under no_sync() and those that come through the plain module stay local, and so "
-                "do changes of .grad by a worker's own noise or loss. Call loss.backward() outside no_sync() in the "
-                "last backward pass before step()."
+                "those of backward() under no_sync() and those that come through the plain module stay local. Call "
+                "loss.backward() outside no_sync() in the last backward pass before step()."
             )
 
     def _local(self, watch: OptimizerWatch) -> list[str]:
